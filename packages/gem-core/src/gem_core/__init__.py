@@ -1,0 +1,39 @@
+"""Thin core of gem: contracts, plug-ins, configuration, the GEM model, trainer, metrics and the ``gemrec`` command."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gem_core.__about__ import __version__
+
+_LAZY = {
+    "Batch": "gem_core.batch",
+    "CallbackSpec": "gem_core.hookspecs",
+    "CodecSpec": "gem_core.hookspecs",
+    "CollectiveSpec": "gem_core.hookspecs",
+    "GemError": "gem_core.errors",
+    "Guard": "gem_core.hookspecs",
+    "Jagged": "gem_core.jagged",
+    "KernelSpec": "gem_core.hookspecs",
+    "MetricSpec": "gem_core.hookspecs",
+    "ModelSpec": "gem_core.hookspecs",
+    "RecipeSpec": "gem_core.hookspecs",
+    "SourceSpec": "gem_core.hookspecs",
+    "StrategySpec": "gem_core.hookspecs",
+    "hookimpl": "gem_core.hookspecs",
+    "load_config": "gem_core.config",
+    "train": "gem_core.train",
+}
+
+__all__ = ["__version__", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,164 @@
+"""The ``[features]`` table: which column is what, and which embedding table it reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from gem_core.config.base import FrozenConfig
+
+Policy = Literal["error", "clip", "default", "quarantine"]
+
+
+class Table(FrozenConfig):
+    """An embedding table shared by any number of features: ``[features.tables.NAME]``."""
+
+    rows: int = Field(gt=0, description="number of ids; an id must lie in [0, rows)")
+    dim: int | None = Field(None, gt=0, description="width; None: the model's embedding width")
+    init_std: float | None = Field(None, ge=0, description="standard deviation of the initial weights; None: dim ** -0.5")
+
+
+class Dense(FrozenConfig):
+    """A scalar number: ``[features.dense.NAME]``."""
+
+    column: str | None = Field(None, description="column of the source; None: the feature's name")
+    transform: Literal["none", "log1p"] = "none"
+    clip: tuple[float, float] | None = None
+    mean: float = 0.0
+    std: float = Field(1.0, gt=0)
+    default: float | None = Field(None, description="value for null or NaN; None: such a value is an error")
+    policy: Policy = "error"
+
+
+class Vector(FrozenConfig):
+    """A fixed-width float vector: ``[features.vectors.NAME]``."""
+
+    dim: int = Field(gt=0)
+    column: str | None = None
+
+
+class Ids(FrozenConfig):
+    """How one column becomes ids; shared by sparse features and event fields of kind "id"."""
+
+    column: str | None = None
+    table: str | None = Field(None, description="embedding table; None: one of the feature's own name (then `rows` is needed)")
+    rows: int | None = Field(None, gt=0, description="size of the feature's own table")
+    dim: int | None = Field(None, gt=0)
+    hash: bool = Field(False, description="map any integer or string to [0, rows) by the stated 64-bit hash")
+    salt: int | None = Field(
+        None, description="salt of the hash; None: derived from the table's name, so that features sharing a table agree"
+    )
+    default: int | None = Field(None, description="id for null; None: a null is an error (in lists: refused)")
+    policy: Policy = "error"
+
+
+class Sparse(Ids):
+    """One id or a bag of ids a sample: ``[features.sparse.NAME]``."""
+
+    pooling: Literal["sum", "mean"] = "sum"
+    max_length: int | None = Field(None, gt=0, description="keep the last ids of a longer list")
+    weights: str | None = Field(None, description="column of per-id weights")
+
+
+class EventField(Ids):
+    """One field of each event: ``[features.sequences.GROUP.fields.NAME]``."""
+
+    kind: Literal["id", "float", "vector"] = "id"
+    pooling: Literal["sum", "mean"] = "sum"
+    transform: Literal["none", "log1p"] = "none"
+    mean: float = 0.0
+    std: float = Field(1.0, gt=0)
+
+
+class Sequence(FrozenConfig):
+    """A jagged history: ``[features.sequences.NAME]``; all its columns are lists of one length a row."""
+
+    fields: dict[str, EventField] = Field(min_length=1)
+    timestamps: str | None = Field(None, description="list column of integer event times, non-decreasing within a history")
+    time_unit: Literal["s", "ms", "us", "ns"] = "s"
+    max_length: int = Field(4096, gt=0, description="keep the newest events of a longer history")
+    drop_first: int = Field(0, ge=0, description="events to drop at the front of every history (a pad id, say)")
+    order: Literal["error", "sort", "trust"] = Field("error", description="what to do when timestamps decrease")
+    target: dict[str, str] = Field(
+        default_factory=dict,
+        description="event field -> sparse feature that is the same thing on the candidate (for DIN and candidate tokens)",
+    )
+
+
+class Label(FrozenConfig):
+    """A binary task: ``[features.labels.NAME]``."""
+
+    column: str | None = None
+    mask: str | None = Field(None, description="boolean or 0/1 column: the label counts only where it is true (CVR: the click column)")
+    weight: float = Field(1.0, ge=0, description="weight of the task in the loss")
+    threshold: float | None = Field(None, description="label = value >= threshold, for graded columns")
+
+
+class Features(FrozenConfig):
+    """All of ``[features]``. Names are unique over all kinds."""
+
+    sample_id: str | None = None
+    timestamp: str | None = Field(None, description="column with the time of the impression")
+    timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
+    weight: str | None = None
+    filter: str | None = Field(None, description='row filter such as "split == 0", pushed down to the source where it can')
+    columns: tuple[str, ...] = Field((), description="columns carried along for group metrics and slices")
+    tables: dict[str, Table] = Field(default_factory=dict)
+    dense: dict[str, Dense] = Field(default_factory=dict)
+    vectors: dict[str, Vector] = Field(default_factory=dict)
+    sparse: dict[str, Sparse] = Field(default_factory=dict)
+    sequences: dict[str, Sequence] = Field(default_factory=dict)
+    labels: dict[str, Label] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Features:
+        seen: dict[str, str] = {}
+        for kind in ("dense", "vectors", "sparse", "sequences", "labels"):
+            for name in getattr(self, kind):
+                if name in seen:
+                    raise ValueError(
+                        f"two features have the name {name!r}: features.{seen[name]}.{name} and features.{kind}.{name}; rename one"
+                    )
+                seen[name] = kind
+        for where, ids in self.id_features().items():
+            if ids.table is not None and ids.table not in self.tables:
+                raise ValueError(
+                    f"features.{where}: table {ids.table!r} is not declared; add [features.tables.{ids.table}] with rows = ..."
+                )
+            if ids.table is None and ids.rows is None:
+                raise ValueError(f"features.{where}: say either table = ... (a declared table) or rows = ... (a table of its own)")
+            if ids.table is not None and ids.rows is not None:
+                raise ValueError(f"features.{where}: table = {ids.table!r} has its rows already; remove rows = {ids.rows}")
+        for name, seq in self.sequences.items():
+            for fname, f in seq.fields.items():
+                if f.kind == "vector" and f.dim is None:
+                    raise ValueError(f"features.sequences.{name}.fields.{fname}: a vector field needs dim = ...")
+            for fname, target in seq.target.items():
+                if fname not in seq.fields or target not in self.sparse:
+                    raise ValueError(f"features.sequences.{name}.target: {fname} = {target!r} must map an event field to a sparse feature")
+        return self
+
+    def id_features(self) -> dict[str, Ids]:
+        """Every feature that reads an embedding table, by its path below ``features``."""
+        found: dict[str, Ids] = {f"sparse.{n}": f for n, f in self.sparse.items()}
+        for group, seq in self.sequences.items():
+            found |= {f"sequences.{group}.fields.{n}": f for n, f in seq.fields.items() if f.kind == "id"}
+        return found
+
+    def table_of(self, path: str) -> str:
+        """Name of the table that the id feature at ``path`` reads; a feature's own table is called by the feature's path."""
+        ids = self.id_features()[path]
+        return ids.table if ids.table is not None else path
+
+    def all_tables(self) -> dict[str, Table]:
+        """Declared tables and the features' own ones, by name."""
+        tables = dict(self.tables)
+        for path, ids in self.id_features().items():
+            if ids.table is None:
+                assert ids.rows is not None  # _check
+                tables[path] = Table(rows=ids.rows, dim=ids.dim)
+        return tables
+
+    def rows_of(self, path: str) -> int:
+        return self.all_tables()[self.table_of(path)].rows

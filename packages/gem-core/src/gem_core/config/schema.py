@@ -1,0 +1,147 @@
+"""The configuration: frozen nested models of the TOML file's sections.
+
+Sections of plug-ins are validated in a second step by the ``config_type`` that the chosen plug-in registered: ``[data.<source>]``,
+``[model]`` (all keys but ``name`` and ``preset``), ``[precision.<recipe>]``, ``[parallel.<strategy>]``, ``[train.callbacks.<callback>]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from gem_core.config.base import FrozenConfig
+from gem_core.config.features import Features
+
+
+class PluginSection(FrozenConfig):
+    """A section that also holds tables of plug-ins; they are kept as given until the plug-in's type validates them."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", validate_default=True)
+
+    def options(self) -> dict[str, Any]:
+        """The keys that this core does not know: tables of plug-ins."""
+        return dict(self.model_extra or {})
+
+
+class Run(FrozenConfig):
+    """``[run]``: where and with what the run happens."""
+
+    name: str = Field("run", min_length=1)
+    dir: str = Field("runs", description="run folders are created below this one")
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = Field(None, gt=0, description="CPU threads of torch; None: leave it")
+
+
+class Data(PluginSection):
+    """``[data]``: which source, and how batches are cut. The source's own options are in ``[data.<source>]``."""
+
+    source: str = "synthetic"
+    batch_size: int = Field(512, gt=0, description="samples per batch and rank")
+    eval_batch_size: int | None = Field(None, gt=0, description="None: batch_size")
+    drop_last: bool = Field(False, description="drop a last partial training batch")
+
+
+class Model(PluginSection):
+    """``[model]``: which registered model, from which preset; all further keys are options of that model."""
+
+    name: str = "gem"
+    preset: str | None = None
+
+
+class Kernels(FrozenConfig):
+    """``[kernels]``: "auto", or the name of an implementation; ``[kernels.ops]`` decides for single ops."""
+
+    default: str = "auto"
+    ops: dict[str, str] = Field(default_factory=dict)
+
+
+class Precision(PluginSection):
+    """``[precision]``: the recipe; its options are in ``[precision.<recipe>]``."""
+
+    recipe: str = "fp32"
+
+
+class Parallel(PluginSection):
+    """``[parallel]``: the mesh (degrees; -1: inferred) and the strategies; their options are in ``[parallel.<strategy>]``."""
+
+    dense: str = "single"
+    sparse: str = "local"
+    replicate: int = 1
+    shard: int = -1
+    expert: int = 1
+    model: int = -1
+    replica: int = 1
+    timeout_s: float = Field(600.0, gt=0)
+
+
+class DenseOptimizer(FrozenConfig):
+    """``[train.optimizer]``: AdamW for everything that is not an embedding table."""
+
+    lr: float = Field(1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+
+
+class TableOptimizer(FrozenConfig):
+    """``[train.tables]``: row-wise AdaGrad, ``w_r -= lr * g_r / (sqrt(mean_d(g_r^2) accumulated) + eps)``."""
+
+    lr: float = Field(0.05, gt=0)
+    eps: float = Field(1e-8, gt=0)
+    initial_accumulator: float = Field(0.0, ge=0)
+
+
+class Schedule(FrozenConfig):
+    """``[train.schedule]``: linear warm-up, then the decay down to ``final * lr``; applies to both optimizers."""
+
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final: float = Field(0.0, ge=0, le=1)
+    tables: bool = Field(True, description="whether the schedule also drives the table optimizer")
+
+
+class Train(FrozenConfig):
+    """``[train]``: length of the run, optimizers, checkpoints, logs."""
+
+    steps: int | None = Field(None, gt=0, description="optimizer steps; None: `epochs` decides")
+    epochs: int = Field(1, gt=0)
+    accumulate: int = Field(1, gt=0, description="micro-batches an optimizer step")
+    clip_norm: float | None = Field(None, gt=0, description="global norm limit of the dense gradients")
+    compile: bool = False
+    nonfinite: Literal["stop", "skip"] = Field("stop", description="what a non-finite loss does; a skipped step touches no parameter")
+    optimizer: DenseOptimizer = DenseOptimizer()
+    tables: TableOptimizer = TableOptimizer()
+    schedule: Schedule = Schedule()
+    log_every: int = Field(50, gt=0)
+    checkpoint_every: int | None = Field(None, gt=0, description="steps between checkpoints; the final one is always written")
+    keep_checkpoints: int = Field(2, gt=0)
+    tensorboard: bool = True
+    callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class Eval(FrozenConfig):
+    """``[eval]``: when and how the model is evaluated; metrics are pooled over the whole evaluation set."""
+
+    every: int | None = Field(None, gt=0, description="steps between evaluations; the final one is always made")
+    max_batches: int | None = Field(None, gt=0)
+    metrics: tuple[str, ...] = ("ne", "auc", "logloss", "calibration", "gauc")
+    group: str | None = Field(None, description="column or sparse feature that groups samples for GAUC")
+    patience: int | None = Field(None, gt=0, description="stop after this many evaluations without a better `monitor`")
+    monitor: str = Field("ne", description="metric of the first task, as METRIC or TASK.METRIC")
+    restore_best: bool = Field(False, description="final evaluation and final checkpoint use the best parameters seen")
+
+
+class Config(FrozenConfig):
+    """The whole file."""
+
+    run: Run = Run()
+    data: Data = Data()
+    features: Features = Features()
+    model: Model = Model()
+    kernels: Kernels = Kernels()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    train: Train = Train()
+    eval: Eval = Eval()

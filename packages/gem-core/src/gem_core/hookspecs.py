@@ -1,0 +1,213 @@
+"""The hooks of the entry-point group ``gem`` and the named specs that they offer.
+
+A plug-in is an object (usually an instance, see below) with ``gem_api = 1`` and hooks, published as
+``[project.entry-points.gem]  <distribution> = "<module>:<object>"``. Hooks *offer* lists of specs; the configuration *selects* by name::
+
+    from gem_core import KernelSpec, hookimpl
+
+    class Plugin:
+        gem_api = 1
+
+        @hookimpl
+        def gem_kernels(self):
+            return [KernelSpec(op="gdpa", name="acme", forward=..., backward=..., supports=..., priority=10)]
+
+    plugin = Plugin()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import pluggy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from gem_core.cli.groups import CommandGroups
+    from gem_core.ops.contract import Problem, Supported
+
+GEM_API = 1
+"""Version of the plug-in interface that this core speaks."""
+
+SUPPORTED_API = range(1, 2)
+"""The ``gem_api`` values that this core accepts."""
+
+GROUP = "gem"
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of an op.
+
+    ``forward(problem, *tensors) -> (out, saved)`` and ``backward(problem, saved, dout, needs) -> grads``: tensors, saved tensors and
+    gradients are in the order of the op's contract (`gem_core.ops.contracts()`); ``needs`` is a bool for each differentiable tensor and
+    the gradient of one that is not needed is None. ``backward=None`` means the default backward of the op. ``supports(problem)`` must not
+    touch the device. Automatic choice takes the supported one of the highest priority (the reference has 0).
+    """
+
+    kind: ClassVar[str] = "kernel"
+    op: str
+    name: str
+    forward: Callable[..., tuple[Any, tuple[Tensor | None, ...]]]
+    backward: Callable[[Problem, tuple[Tensor | None, ...], Any, tuple[bool, ...]], tuple[Tensor | None, ...]] | None
+    supports: Callable[[Problem], Supported]
+    priority: int = 10
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model: ``build(config, features) -> Module`` whose ``forward(batch) -> gem_core.model.ModelOutput``."""
+
+    kind: ClassVar[str] = "model"
+    name: str
+    config_type: type
+    build: Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A data source: ``build(config, features, *, split, batch_size, shard=(rank, world), seed) -> gem_core.sources.Source``.
+
+    ``features(config) -> Features``, where given, declares the features of a source that knows its own (used when ``[features]`` is empty).
+    """
+
+    kind: ClassVar[str] = "source"
+    name: str
+    config_type: type
+    build: Callable[..., Any]
+    features: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class RecipeSpec:
+    """A precision recipe: ``apply(module, config, context) -> Guard``."""
+
+    kind: ClassVar[str] = "recipe"
+    name: str
+    config_type: type
+    apply: Callable[..., Guard]
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """A tensor codec for gathers and saved activations: ``encode(shard) -> (payload, scales)``, ``decode(payload, scales, dtype)``.
+
+    ``alignment``: shard borders must be multiples of this many elements for decode(gather(encode)) to equal encode(gather).
+    """
+
+    kind: ClassVar[str] = "codec"
+    name: str
+    alignment: int
+    encode: Callable[..., tuple[Tensor, Tensor]]
+    decode: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """A dense strategy ``build(model, mesh, config) -> Module`` or a sparse one ``build(tables, mesh, config) -> Module``.
+
+    A sparse strategy's ``forward(group: SparseGroup)`` gives ``{lookup name: pooled [B, d] or (values [N, d], offsets [B+1])}`` and its
+    ``state_items()`` gives ``(canonical name, tensor)`` pairs.
+    """
+
+    kind: ClassVar[str] = "strategy"
+    name: str
+    config_type: type
+    build: Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class CollectiveSpec:
+    """An all-gather / reduce-scatter back end: ``supports(topology) -> Supported``, ``build(group, config)``."""
+
+    kind: ClassVar[str] = "collective"
+    name: str
+    supports: Callable[..., Supported]
+    build: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A metric: ``build(config) -> gem_core.metrics.Metric`` (update, merge, compute over a whole evaluation set)."""
+
+    kind: ClassVar[str] = "metric"
+    name: str
+    build: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CallbackSpec:
+    """A trainer callback: ``build(config) -> object`` with any of on_start, on_step, on_eval, on_checkpoint, on_error, on_end."""
+
+    kind: ClassVar[str] = "callback"
+    name: str
+    config_type: type
+    build: Callable[..., Any]
+
+
+@runtime_checkable
+class Guard(Protocol):
+    """What a recipe leaves behind: tells the precision of each site and watches the numbers."""
+
+    def describe(self) -> Sequence[tuple[str, str, str]]:
+        """(module name, precision, why) for every site."""
+
+    def on_step(self, step: int, loss: Tensor) -> Mapping[str, Any]:
+        """Called after each optimizer step; returns scalars to log. Must not wait for the device except when it samples."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class GemHooks:
+    """Hook specifications. Every hook returns a list of specs and may return an empty one."""
+
+    @hookspec
+    def gem_kernels(self) -> list[KernelSpec]:  # type: ignore[empty-body]
+        """Offer implementations of ops."""
+
+    @hookspec
+    def gem_models(self) -> list[ModelSpec]:  # type: ignore[empty-body]
+        """Offer models."""
+
+    @hookspec
+    def gem_sources(self) -> list[SourceSpec]:  # type: ignore[empty-body]
+        """Offer data sources."""
+
+    @hookspec
+    def gem_recipes(self) -> list[RecipeSpec]:  # type: ignore[empty-body]
+        """Offer precision recipes."""
+
+    @hookspec
+    def gem_codecs(self) -> list[CodecSpec]:  # type: ignore[empty-body]
+        """Offer tensor codecs."""
+
+    @hookspec
+    def gem_dense_strategies(self) -> list[StrategySpec]:  # type: ignore[empty-body]
+        """Offer ways to parallelise the dense part."""
+
+    @hookspec
+    def gem_sparse_strategies(self) -> list[StrategySpec]:  # type: ignore[empty-body]
+        """Offer ways to shard the embedding tables."""
+
+    @hookspec
+    def gem_collectives(self) -> list[CollectiveSpec]:  # type: ignore[empty-body]
+        """Offer collective back ends."""
+
+    @hookspec
+    def gem_metrics(self) -> list[MetricSpec]:  # type: ignore[empty-body]
+        """Offer evaluation metrics."""
+
+    @hookspec
+    def gem_callbacks(self) -> list[CallbackSpec]:  # type: ignore[empty-body]
+        """Offer trainer callbacks."""
+
+    @hookspec
+    def gem_commands(self, app: CommandGroups) -> None:
+        """Add commands to the groups that the core owns: bench, data, kernels, precision, config; or at the top level."""

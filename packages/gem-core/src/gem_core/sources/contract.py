@@ -1,0 +1,28 @@
+"""What a data source promises the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from gem_core.batch import Batch
+
+TRUE_PROBABILITY = "true_probability."
+"""A ``Batch.columns`` entry ``true_probability.<task>`` holds the planted probability: evaluation then reports the Bayes-optimal NE."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Built by ``SourceSpec.build(config, features, *, split, batch_size, shard=(rank, world), seed, drop_last)``.
+
+    ``iter(source)`` yields one epoch of this shard of ``split`` ("train", "eval" or "test"). ``state_dict()`` taken between two batches and
+    loaded into a fresh source makes its next ``iter`` continue with the following batch (an iterator of the finished epoch yields nothing,
+    the next one begins the next epoch): every sample exactly once an epoch. The training split is shuffled by (seed, epoch); others keep
+    their order. Two ranks yield the same number of batches.
+    """
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

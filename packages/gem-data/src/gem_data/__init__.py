@@ -1,0 +1,1 @@
+"""Jagged data loading without padding: Parquet source, converters, balanced and resumable batches."""

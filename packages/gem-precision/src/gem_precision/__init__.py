@@ -1,0 +1,1 @@
+"""MXFP8 and FP8 recipes with numerics guards for recommendation models."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gem_core.batch import SparseGroup
 
@@ -49,11 +49,21 @@ class TableSet:
         return sum(t.rows * t.dim for t in self.tables)
 
 
+@dataclass(frozen=True)
+class TableState:
+    """One table as the trainer's row-wise AdaGrad updates it: ``weight [rows, dim]``, whose ``.grad`` may be sparse (COO over the rows) or
+    dense, and ``accumulator [rows]`` fp32 (a buffer)."""
+
+    weight: nn.Parameter
+    accumulator: Tensor
+
+
 @runtime_checkable
 class Tables(Protocol):
     """A module that holds the tables: the built-in local one, or what a sparse strategy built.
 
-    ``optimizer_in_backward`` tells the trainer that backward already updates the tables (FBGEMM's fused optimizers).
+    ``optimizer_in_backward`` tells the trainer that backward already updates the tables (FBGEMM's fused optimizers). Where it is False
+    the module has ``table_states() -> Mapping[str, TableState]``, table name to parameter and accumulator, for the trainer to update.
     """
 
     table_set: TableSet

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from gem_core.config.base import FrozenConfig
+from gem_core.config.explain import Origin
 from gem_core.config.features import Features
 
 
@@ -34,7 +35,13 @@ class Run(FrozenConfig):
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; None: leave it")
 
 
-class Data(PluginSection):
+class TableSection(PluginSection):
+    """A section whose further keys must be tables; a lone value there is a misspelt key."""
+
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+
+class Data(TableSection):
     """``[data]``: which source, and how batches are cut. The source's own options are in ``[data.<source>]``."""
 
     source: str = "synthetic"
@@ -57,13 +64,13 @@ class Kernels(FrozenConfig):
     ops: dict[str, str] = Field(default_factory=dict)
 
 
-class Precision(PluginSection):
+class Precision(TableSection):
     """``[precision]``: the recipe; its options are in ``[precision.<recipe>]``."""
 
     recipe: str = "fp32"
 
 
-class Parallel(PluginSection):
+class Parallel(TableSection):
     """``[parallel]``: the mesh (degrees; -1: inferred) and the strategies; their options are in ``[parallel.<strategy>]``."""
 
     dense: str = "single"
@@ -136,6 +143,8 @@ class Eval(FrozenConfig):
 class Config(FrozenConfig):
     """The whole file."""
 
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
     run: Run = Run()
     data: Data = Data()
     features: Features = Features()
@@ -145,3 +154,13 @@ class Config(FrozenConfig):
     parallel: Parallel = Parallel()
     train: Train = Train()
     eval: Eval = Eval()
+
+    @property
+    def origin(self) -> Origin:
+        """Where each key was written; for messages."""
+        return self._origin
+
+    def with_origin(self, origin: Origin) -> Config:
+        copy = self.model_copy()
+        copy._origin = origin
+        return copy

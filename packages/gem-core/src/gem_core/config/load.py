@@ -1,0 +1,271 @@
+"""From a TOML file and ``--set`` overrides to a validated `Config`, and from there to the options of the chosen plug-ins.
+
+Validation has two steps, so that a file can be read without loading plug-ins: `load_config` checks everything the core knows;
+`resolve` (or `model_config`, `source_config`, ...) checks the tables of plug-ins by the ``config_type`` that each registered. Values
+are typed as TOML types them: nothing is converted from text.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gem_core.config.explain import Origin, validate
+from gem_core.config.features import Features
+from gem_core.config.schema import Config, PluginSection
+from gem_core.errors import ConfigError
+from gem_core.plugins import manager
+
+Overrides = Mapping[str, Any] | Iterable[str]
+
+SECTION_PLUGINS = {
+    "data": {"source": "source"},
+    "precision": {"recipe": "recipe"},
+    "parallel": {"dense": "dense_strategy", "sparse": "sparse_strategy"},
+}
+"""Section -> {key that chooses: kind of plug-in}. The section's further tables are the options of plug-ins of these kinds."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration with everything spelled out.
+
+    ``config`` holds every option of the chosen plug-ins with its default, the preset expanded and the features of a source that declares
+    its own; the other fields are the typed options (instances of each plug-in's ``config_type``).
+    """
+
+    config: Config
+    model: Any
+    source: Any
+    recipe: Any
+    dense: Any
+    sparse: Any
+    callbacks: dict[str, Any]
+
+
+def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
+    """Read ``path`` (None: all defaults) and apply ``overrides``.
+
+    :param overrides: ``{"train.steps": 100}``, or texts ``"train.steps=100"`` whose value is written as in TOML; a value that is no TOML
+        is taken as a string.
+    :raises ConfigError: unreadable file, bad TOML, unknown key, wrong type or value; the message names key, value, file and line.
+    """
+    data: dict[str, Any] = {}
+    origin = Origin()
+    if path is not None:
+        text = _read(Path(path))
+        data = _parse(text, str(path))
+        origin = Origin.of_text(text, str(path))
+    for key, value, label in _overrides(overrides):
+        _assign(data, key, value, label)
+        origin.override(key, label)
+    return config_from_dict(data, origin)
+
+
+def config_from_dict(data: Mapping[str, Any], origin: Origin | None = None) -> Config:
+    """Validate a nested mapping as if it had been read from a file."""
+    origin = origin or Origin()
+    config: Config = validate(Config, data, (), origin)
+    return config.with_origin(origin)
+
+
+def resolve(config: Config) -> ResolvedConfig:
+    """Second step: validate the options of every plug-in that the file mentions, and spell the whole configuration out.
+
+    :raises ConfigError: an option that a plug-in does not know or accept, or a table that belongs to no installed plug-in.
+    :raises PluginError: a chosen plug-in that is not there.
+    """
+    model, source, recipe = model_config(config), source_config(config), recipe_config(config)
+    dense, sparse, callbacks = dense_config(config), sparse_config(config), callback_configs(config)
+    tables = {section: _other_tables(config, section) for section in SECTION_PLUGINS}
+    tables["data"][config.data.source] = source
+    tables["precision"][config.precision.recipe] = recipe
+    tables["parallel"][config.parallel.dense] = dense
+    tables["parallel"][config.parallel.sparse] = sparse
+    data = _plain(config)
+    for section, options in tables.items():
+        data[section] |= {name: _plain(value) for name, value in options.items() if value.__class__.model_fields}
+    data["model"] = {"name": config.model.name, **_plain(model)}
+    data["features"] = _plain(source_features(config))
+    data["train"]["callbacks"] = {name: _plain(value) for name, value in callbacks.items()}
+    return ResolvedConfig(config_from_dict(data, config.origin), model, source, recipe, dense, sparse, callbacks)
+
+
+def model_config(config: Config) -> Any:
+    """Typed options of the chosen model: the preset's, overridden by the file's."""
+    spec = manager().find("model", config.model.name)
+    options = config.model.options()
+    if config.model.preset is not None:
+        from gem_core.model.presets import preset
+
+        options = _merge(preset(config.model.preset), options)
+    return validate(spec.config_type, options, ("model",), config.origin)
+
+
+def source_config(config: Config) -> Any:
+    """Typed options of the chosen data source."""
+    return _section_config(config, "data", "source")
+
+
+def recipe_config(config: Config) -> Any:
+    """Typed options of the chosen precision recipe."""
+    return _section_config(config, "precision", "recipe")
+
+
+def dense_config(config: Config) -> Any:
+    """Typed options of the chosen dense strategy."""
+    return _section_config(config, "parallel", "dense")
+
+
+def sparse_config(config: Config) -> Any:
+    """Typed options of the chosen sparse strategy."""
+    return _section_config(config, "parallel", "sparse")
+
+
+def callback_configs(config: Config) -> dict[str, Any]:
+    """Typed options of each callback in ``[train.callbacks]``, by name."""
+    return {
+        name: validate(manager().find("callback", name).config_type, options, ("train", "callbacks", name), config.origin)
+        for name, options in config.train.callbacks.items()
+    }
+
+
+def source_features(config: Config) -> Features:
+    """``[features]``, or what the source declares itself when the section is empty."""
+    spec = manager().find("source", config.data.source)
+    if config.features == Features() and spec.features is not None:
+        declared: Features = spec.features(source_config(config))
+        return declared
+    return config.features
+
+
+def dump_toml(config: Config) -> str:
+    """The configuration as TOML with every default written out; `load_config` of it gives an equal configuration."""
+    return tomli_w.dumps(_plain(config))
+
+
+def _section_config(config: Config, section: str, chooser: str) -> Any:
+    settings: PluginSection = getattr(config, section)
+    name = getattr(settings, chooser)
+    spec = manager().find(SECTION_PLUGINS[section][chooser], name)
+    return validate(spec.config_type, settings.options().get(name, {}), (section, name), config.origin)
+
+
+def _other_tables(config: Config, section: str) -> dict[str, Any]:
+    """Validated tables of a section that belong to plug-ins which are not chosen."""
+    settings: PluginSection = getattr(config, section)
+    chosen = {getattr(settings, chooser) for chooser in SECTION_PLUGINS[section]}
+    known = {spec.name: spec for kind in SECTION_PLUGINS[section].values() for spec in manager().offers(kind)}
+    found = {}
+    for name, options in settings.options().items():
+        if name in chosen:
+            continue
+        if name not in known:
+            kinds = " or ".join(kind.replace("_", " ") for kind in SECTION_PLUGINS[section].values())
+            raise ConfigError(
+                f"unknown table [{section}.{name}]: no installed plug-in offers a {kinds} called {name!r}; "
+                f"there are: {', '.join(sorted(known)) or 'none'}",
+                where=config.origin.where((section, name)),
+                fix="correct the name, remove the table, or install the package that offers it",
+            )
+        found[name] = validate(known[name].config_type, options, (section, name), config.origin)
+    return found
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    """Nested dicts, lists and scalars that TOML can hold. TOML has no null: None is written by leaving the key out."""
+    plain: dict[str, Any] = model.model_dump(mode="json", exclude_none=True)
+    return plain
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            "the configuration file does not exist", where=str(path), fix="check the path; `gemrec config init` writes one"
+        ) from None
+    except UnicodeDecodeError as fault:
+        raise ConfigError("the configuration file is not UTF-8 text", where=f"{path}, byte {fault.start}", fix="save it as UTF-8") from None
+    except OSError as fault:
+        raise ConfigError(f"the configuration file cannot be read: {fault.strerror}", where=str(path)) from None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as fault:
+        message, _, place = str(fault).partition(" (at ")
+        place = place.rstrip(")")
+        line = place.removeprefix("line ").split(",")[0]
+        where = f"{name}:{line} ({place})" if line.isdigit() else name
+        duplicate = "overwrite" in message or "declare" in message
+        what = f"a key or table is defined twice: {message}" if duplicate else f"not valid TOML: {message}"
+        fix = "keep one of the two" if duplicate else "strings need quotes, true and false are lower case, a table header is [a.b]"
+        raise ConfigError(what, where=where, fix=fix) from None
+
+
+def _overrides(overrides: Overrides) -> Iterable[tuple[tuple[str, ...], Any, str]]:
+    """(key path, value, how the user wrote it) of each override."""
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            yield _key_path(key, f"override {key!r}"), value, f"override {key!r}"
+        return
+    for text in overrides:
+        label = f"--set {text}"
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"an override must be KEY=VALUE, got {text!r}", where=label, fix="for example --set train.steps=100")
+        yield _key_path(key, label), _value(value.strip(), label), label
+
+
+def _key_path(key: str, label: str) -> tuple[str, ...]:
+    fault = ConfigError(f"{key!r} is not a configuration key", where=label, fix="write the sections with dots: train.optimizer.lr")
+    if "\n" in key or "=" in key or "#" in key:
+        raise fault
+    try:
+        node: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        raise fault from None
+    path = []
+    while isinstance(node, dict):
+        if len(node) != 1:
+            raise fault
+        (part, node) = next(iter(node.items()))
+        path.append(part)
+    return tuple(path)
+
+
+def _value(text: str, label: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError as fault:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(
+                f"the value is not valid TOML: {fault}", where=label, fix="mind the shell's own quotes: --set 'a.b=[1, 2]'"
+            ) from None
+        return text
+    return parsed["v"] if set(parsed) == {"v"} else text
+
+
+def _assign(data: dict[str, Any], path: tuple[str, ...], value: Any, label: str) -> None:
+    node = data
+    for i, part in enumerate(path[:-1]):
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{'.'.join(path[: i + 1])} is a value, not a section", where=label, fix="remove the part after it")
+    node[path[-1]] = value
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` on ``base``, table by table; lists are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged

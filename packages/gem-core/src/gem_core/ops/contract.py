@@ -76,10 +76,21 @@ def no(reason: str) -> Supported:
 
 @dataclass(frozen=True)
 class OpContract:
-    """One op family's promise. Implementations receive ``tensors`` in this order, None where an optional one is absent.
+    """One op's promise. Implementations receive ``tensors`` in this order, None where an optional one is absent.
 
-    ``differentiable`` are the tensors that receive gradients, in the order of ``backward``'s result. ``saved`` names what ``forward``
-    returns as its second value, in order: inputs by their name, plus results such as ``out`` and ``lse``. ``outputs`` names the results.
+    ``forward(problem, *tensors, **sizes) -> (result, saved)``: ``result`` is a tensor where ``outputs`` has one name and a tuple in that
+    order otherwise (None for ``residual_out`` without a residual); contiguous, never an alias of an input. ``sizes`` are exact host
+    integers that only data-movement ops need; attention implementations find their bounds rounded up in the problem.
+
+    ``saved`` names what forward returns as its second value, in order: inputs, outputs, and results made for backward only. "normed" is
+    ``residual_out`` where a residual was given and ``x`` otherwise. Core keeps the tensors itself, so the forward of one implementation
+    may be paired with the backward of another.
+
+    ``backward(problem, saved, dout, needs) -> grads``: ``dout`` is the gradient of ``differentiable_outputs`` (a tensor for one name, else
+    a tuple in which absent gradients are None), ``needs`` a bool for each of ``differentiable``; the result has a gradient of the input's
+    dtype for each of them, None where not needed. A residual is not among them: its gradient is that of ``x``.
+
+    ``own_backward`` False: the gradient is another op of the family and implementations have ``backward=None``.
     """
 
     op: str
@@ -88,3 +99,15 @@ class OpContract:
     saved: tuple[str, ...]
     differentiable: tuple[str, ...]
     optional: frozenset[str] = field(default_factory=frozenset)
+    differentiable_outputs: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    own_backward: bool = True
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Saved results that are neither inputs nor outputs."""
+        return tuple(n for n in self.saved if n not in self.tensors and n not in self.outputs and n != NORMED)
+
+
+NORMED = "normed"
+"""Name, among saved tensors, of the input a norm was taken of: x + residual where a residual was given, else x."""

@@ -1,0 +1,108 @@
+"""All metrics of all tasks over one evaluation set: from batches and logits to values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from gem_core.batch import Batch
+from gem_core.errors import DataError
+from gem_core.metrics.contract import Metric, Predictions, Value, undefined
+from gem_core.sources.contract import TRUE_PROBABILITY
+
+ALWAYS = ("bayes_ne",)
+"""Metrics that are computed whether or not the configuration names them."""
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""A CPU tensor to the same tensor of every other rank (the first dimension may differ)."""
+
+
+class MetricSet:
+    """Metrics by task and name, fed batch by batch.
+
+    :param build: metric name -> a fresh metric.
+    :param group: column or single-valued sparse feature that keys group metrics.
+    """
+
+    def __init__(self, tasks: Iterable[str], build: Mapping[str, Callable[[], Metric]], group: str | None = None) -> None:
+        self.metrics: dict[str, dict[str, Metric]] = {task: {name: b() for name, b in build.items()} for task in tasks}
+        self.group = group
+        self.samples = 0
+        self._broken = torch.zeros(len(self.metrics), dtype=torch.int64)
+
+    def update(self, batch: Batch, logits: Tensor, tasks: tuple[str, ...]) -> None:
+        """Add a batch (CPU tensors) and its ``logits [B, T]`` (CPU) in the order of ``tasks``."""
+        if batch.labels is None:
+            raise DataError("the evaluation data has no labels", fix="declare them in [features.labels]")
+        self.samples += batch.size
+        group = None if self.group is None else group_key(batch, self.group)
+        labels, weights = batch.labels.double(), batch.weights
+        for i, task in enumerate(self.metrics):
+            column, source = tasks.index(task), batch.label_names.index(task)
+            weight = torch.ones(batch.size, dtype=torch.float64) if weights is None else weights.double()
+            weight = weight if weight.dim() == 1 else weight[:, source]
+            keep = weight > 0
+            if batch.label_mask is not None:
+                keep &= batch.label_mask[:, source]
+            finite = torch.isfinite(logits[:, column])
+            self._broken[i] += int((keep & ~finite).sum())
+            keep &= finite
+            if not bool(keep.any()):
+                continue
+            logit, truth = logits[keep, column], batch.columns.get(TRUE_PROBABILITY + task)
+            rows = Predictions(
+                task,
+                logit,
+                torch.sigmoid(logit.double()),
+                labels[keep, source],
+                weight[keep],
+                None if group is None else group[keep],
+                None if truth is None else truth[keep].double(),
+            )
+            for metric in self.metrics[task].values():
+                metric.update(rows)
+
+    def merge(self, gather: Gather) -> None:
+        """Add the states of all other ranks; every rank must call it."""
+        self.samples += sum(int(t) for t in gather(torch.tensor([self.samples])))
+        for broken in gather(self._broken.unsqueeze(0)):
+            self._broken += broken[0]
+        for metrics in self.metrics.values():
+            for metric in metrics.values():
+                others = {key: gather(tensor) for key, tensor in metric.state().items()}
+                for k in range(len(next(iter(others.values()), []))):
+                    metric.merge({key: tensors[k] for key, tensors in others.items()})
+
+    def compute(self) -> dict[str, dict[str, Value]]:
+        """``{task: {metric: value}}``."""
+        results = {}
+        for (task, metrics), broken in zip(self.metrics.items(), self._broken.tolist()):
+            reason = f"{broken} of the predictions are not finite"
+            results[task] = {name: undefined(reason) if broken else metric.compute() for name, metric in metrics.items()}
+        return results
+
+
+def group_key(batch: Batch, name: str) -> Tensor:
+    """``[B]`` int64 keys: a column of the batch, or a sparse feature with exactly one id a sample.
+
+    :raises DataError: there is no such column or feature, or a sample has no or several ids.
+    """
+    if name in batch.columns:
+        return batch.columns[name].long()
+    if batch.sparse is None or name not in batch.sparse.keys:
+        there = [*batch.columns, *(batch.sparse.keys if batch.sparse else ())]
+        raise DataError(
+            f"the evaluation data has neither a column nor a sparse feature called {name!r}",
+            where="eval.group",
+            fix=f"it has: {', '.join(there) or 'none'}",
+        )
+    ids = batch.sparse[name]
+    if bool((ids.lengths != 1).any()):
+        raise DataError(
+            f"the sparse feature {name!r} has no or several ids in some samples, so it cannot group them",
+            where="eval.group",
+            fix="name a feature with one id a sample, or a column",
+        )
+    return ids.values.long()

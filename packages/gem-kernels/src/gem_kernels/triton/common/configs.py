@@ -1,6 +1,7 @@
 """Which tile configuration a kernel runs with.
 
-Committed tables, ``gem_kernels/triton/configs/<architecture>.json``, hold rules in order of preference::
+Committed tables, ``gem_kernels/triton/configs/<architecture>/<family>.json``, hold rules in order of preference (the family is the
+kernel's name up to the first dot)::
 
     {"kernel": "attention.forward", "when": {"d": [65, 128], "dtype": ["bf16", "fp16"], "k": [0, 256]}, "use": {"BLOCK_M": 128, ...}}
 
@@ -24,10 +25,10 @@ Config = dict[str, Any]
 Facts = tuple[tuple[str, Any], ...]
 
 
-@functools.lru_cache(maxsize=16)
-def committed_rules(arch: str) -> tuple[dict[str, Any], ...] | None:
-    """The committed rules for ``arch`` in order, None where no table is committed."""
-    file = resources.files("gem_kernels.triton").joinpath("configs", f"{arch}.json")
+@functools.lru_cache(maxsize=64)
+def committed_rules(arch: str, family: str) -> tuple[dict[str, Any], ...] | None:
+    """The committed rules of a kernel family for ``arch`` in order, None where no table is committed."""
+    file = resources.files("gem_kernels.triton").joinpath("configs", arch, f"{family}.json")
     return tuple(json.loads(file.read_text())["rules"]) if file.is_file() else None
 
 
@@ -49,7 +50,7 @@ def matches(when: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _committed(arch: str, kernel: str, facts: Facts) -> Config | None:
     known = dict(facts)
-    for rule in committed_rules(arch) or ():
+    for rule in committed_rules(arch, kernel.partition(".")[0]) or ():
         if rule["kernel"] == kernel and matches(rule["when"], known):
             return dict(rule["use"])
     return None
@@ -77,6 +78,6 @@ def choose(
     found = _committed(arch, kernel, facts)
     if found is not None:
         return found
-    if committed_rules(arch) is None and info.key != "interpreter":
+    if committed_rules(arch, kernel.partition(".")[0]) is None and info.key != "interpreter":
         return tune.measured(kernel, facts, info, candidates, run)
     return candidates()[0]

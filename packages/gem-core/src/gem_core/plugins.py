@@ -168,14 +168,14 @@ class PluginManager:
         """Name -> version of the plug-ins in use, for run headers and checkpoints."""
         return {p.name: p.version for p in self._plugins.values() if p.state == "active"}
 
-    def call(self, hook: str, before: Callable[[str], None] | None = None, **arguments: Any) -> None:
-        """Call ``hook`` on each plug-in that has it, guarded; ``before(name)`` is told whose turn it is."""
-        for plugin in list(self._plugins.values()):
-            if plugin.state != "active" or hook not in plugin.impls:
-                continue
-            if before is not None:
+    def call(self, hook: str, *, before: Callable[[str], None], failed: Callable[[str], None], **arguments: Any) -> None:
+        """Call ``hook`` on each plug-in that has it, guarded: ``before(name)`` hears whose turn it is, ``failed(name)`` whose call failed."""
+        for plugin in self._plugins.values():
+            if plugin.state == "active" and hook in plugin.impls:
                 before(plugin.name)
-            self._guard(plugin, lambda p=plugin: _invoke(p, hook, **arguments))
+                self._guard(plugin, lambda p=plugin: _invoke(p, hook, **arguments))
+                if plugin.state == "broken":
+                    failed(plugin.name)
 
     def _load(self, found: list[metadata.EntryPoint], disabled: set[str]) -> None:
         only = os.environ.get("GEM_PLUGINS", "").strip()

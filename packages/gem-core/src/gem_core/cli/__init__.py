@@ -1,0 +1,58 @@
+"""The ``gemrec`` command: parsing, errors and exit codes. Start-up imports no torch.
+
+Exit codes: 0 done, 1 the run failed, 2 something that the user can mend.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from gem_core.errors import GemError
+
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    from gem_core.cli.app import build, split_globals
+
+    debug = False
+    with warnings.catch_warnings():
+        _show_plugin_warnings()
+        try:
+            rest, debug, disabled = split_globals(list(sys.argv[1:] if argv is None else argv))
+            build(disabled)(args=rest, prog_name="gemrec")
+        except SystemExit as done:
+            return done.code if isinstance(done.code, int) else int(done.code is not None)
+        except GemError as error:
+            if debug:
+                raise
+            _print_error(error)
+            return error.exit_code
+    return 0
+
+
+def _print_error(error: GemError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), str(error)))
+
+
+def _show_plugin_warnings() -> None:
+    """Print plug-in warnings as the sentences they are; others as Python does."""
+    from gem_core.plugins import PluginWarning
+
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, PluginWarning):
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            usual(message, category, *place, **more)
+
+    warnings.showwarning = show

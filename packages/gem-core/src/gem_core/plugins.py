@@ -169,7 +169,7 @@ class PluginManager:
         return {p.name: p.version for p in self._plugins.values() if p.state == "active"}
 
     def call(self, hook: str, *, before: Callable[[str], None], failed: Callable[[str], None], **arguments: Any) -> None:
-        """Call ``hook`` on each plug-in that has it, guarded: ``before(name)`` hears whose turn it is, ``failed(name)`` whose call failed."""
+        """Call ``hook`` on each plug-in that has it, guarded; ``before(name)`` hears whose turn it is, ``failed(name)`` who failed."""
         for plugin in self._plugins.values():
             if plugin.state == "active" and hook in plugin.impls:
                 before(plugin.name)

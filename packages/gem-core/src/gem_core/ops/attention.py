@@ -1,0 +1,335 @@
+"""`jagged_attention` and `gdpa`: attention over packed samples, softmax or pointwise.
+
+Implementations get the bounds as ``max_q_len`` and ``max_k_len`` in the problem's options, rounded up to powers of two, beside causal,
+window, broadcast_q, return_lse, and scale and out_scale (jagged_attention) or activation, scale_in and scale_out (gdpa).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gem_core.errors import OpError
+from gem_core.ops import attention_reference as reference
+from gem_core.ops import checks, library, masks
+from gem_core.ops.activations import Activation, check_activation
+from gem_core.ops.contract import OpPrecision
+from gem_core.ops.contracts import GDPA, JAGGED_ATTENTION
+from gem_core.ops.frontend import autocast, bound, check_window, finish
+from gem_core.ops.library import Named, OpDefinition, Sizes, Spec
+
+Call = tuple[str, tuple[Tensor | None, ...], tuple[int, ...], str]
+"""Op, tensors, sizes, spec: the arguments of the custom op."""
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """Learned additive bias by relative position and by time gap, per head.
+
+    ``position [H, 2R+1]``: indexed by clamp(j − p, −R, R) + R. ``time [H, T]``, with ``time_edges [T−1]`` int64 ascending and int64 times
+    ``q_times [Nq]``, ``k_times [Nk]``: indexed by the number of edges <= \\|tᵢ − tⱼ\\|. A candidate's own time is read from q_times under
+    request sharing. Both tables receive gradients.
+    """
+
+    position: Tensor
+    time: Tensor | None = None
+    time_edges: Tensor | None = None
+    q_times: Tensor | None = None
+    k_times: Tensor | None = None
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None = None,
+    *,
+    max_q_len: int | None = None,
+    max_k_len: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    bias: RelativeBias | None = None,
+    num_targets: Tensor | None = None,
+    target_kv: tuple[Tensor, Tensor] | None = None,
+    context_len: Tensor | None = None,
+    broadcast_q: bool = False,
+    kv_index: Tensor | None = None,
+    out_scale: float = 1.0,
+    return_lse: bool = False,
+    precision: OpPrecision | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Jagged Flash Attention: ``O = out_scale · softmax(scale · Q Kᵀ + bias) V`` for each sample by itself.
+
+    :param q: ``[Nq, H, D]``; with ``broadcast_q`` ``[Lq, H, D]``, shared by all samples (then ``q_offsets`` is None).
+    :param k: ``[Nk, Hkv, D]``, H a multiple of Hkv. :param v: ``[Nk, Hkv, Dv]``.
+    :param q_offsets: ``[B+1]`` int32 or int64; ``k_offsets=None`` means the same. Rows past the last offset give 0 and get no gradient.
+    :param max_q_len: bound of the sample lengths known on the host; None: the total. A value below the true maximum is an error.
+    :param scale: None: D^−½. ``out_scale`` multiplies after the softmax.
+    :param causal: key j is seen where j <= p, p = i + (Lk − Lq). ``window``: (l, r) or an int, p − l <= j <= p + r, −1: unbounded.
+    :param num_targets: ``[B]``: the last rows of Q and K are candidates; each sees the history and itself, and nothing sees it.
+    :param context_len: ``[B]``: positions below it see and are seen by every row but candidates, whatever causal and window say.
+    :param kv_index: ``[B]``: sample b reads the keys of request kv_index[b]; with ``num_targets`` the candidates' own rows are in
+        ``target_kv = ([Nq, Hkv, D], [Nq, Hkv, Dv])``.
+    :return: ``[Nq, H, Dv]`` in q's dtype (``[B·Lq, H, Dv]`` with broadcast_q), and with ``return_lse`` the log-sum-exp ``[H, Nq]`` in fp32
+        (fp64 for fp64), natural log, without gradient. A row that sees no key gives 0 and −inf.
+    :raises OpError: arguments that contradict each other, or an implementation that was asked for and cannot do the problem.
+    """
+    options = [("scale", None if scale is None else float(scale)), ("out_scale", float(out_scale)), ("return_lse", bool(return_lse))]
+    call = _prepare(
+        "jagged_attention", options, q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, causal, window, bias, num_targets, target_kv,
+        context_len, broadcast_q, kv_index, precision, backend,
+    )  # fmt: skip
+    out, lse = torch.ops.gem.jagged_attention.default(*call[1], *call[2], call[3])
+    return (out, lse) if return_lse else out
+
+
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None = None,
+    *,
+    activation: Activation = "gelu",
+    scale_in: float = 1.0,
+    scale_out: float = 1.0,
+    max_q_len: int | None = None,
+    max_k_len: int | None = None,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    bias: RelativeBias | None = None,
+    num_targets: Tensor | None = None,
+    target_kv: tuple[Tensor, Tensor] | None = None,
+    context_len: Tensor | None = None,
+    broadcast_q: bool = False,
+    kv_index: Tensor | None = None,
+    precision: OpPrecision | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Generalised dot-product attention: ``O = P V``, ``P = scale_out · act(scale_in · Q Kᵀ + bias)``, 0 where a pair is masked.
+
+    ``activation`` is a name of `gem_core.ops.activations.ACTIVATIONS` or a tuple with one name a head. HSTU attention is
+    ``gdpa(activation="silu", scale_in=α, scale_out=1/N, causal=True, ...)``. All other arguments are those of `jagged_attention`.
+
+    :return: ``[Nq, H, Dv]`` in q's dtype (``[B·Lq, H, Dv]`` with broadcast_q).
+    :raises OpError: an unknown activation, one with act(0) ≠ 0, or whatever `jagged_attention` refuses.
+    """
+    check_activation("gdpa", activation, q.shape[1] if isinstance(q, Tensor) and q.dim() == 3 else None)
+    name = activation if isinstance(activation, str) else "+".join(activation)
+    options = [("scale_in", float(scale_in)), ("scale_out", float(scale_out)), ("activation", name)]
+    call = _prepare(
+        "gdpa", options, q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, causal, window, bias, num_targets, target_kv, context_len,
+        broadcast_q, kv_index, precision, backend,
+    )  # fmt: skip
+    return torch.ops.gem.gdpa.default(*call[1], *call[2], call[3])
+
+
+def _prepare(
+    op, options, q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, causal, window, bias, num_targets, target_kv, context_len,
+    broadcast_q, kv_index, precision, backend,
+) -> Call:  # fmt: skip
+    target_k, target_v = (None, None) if target_kv is None else target_kv
+    q, k, v, target_k, target_v = autocast(q, k, v, target_k, target_v)
+    if k_offsets is None:
+        k_offsets = q_offsets
+    _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, context_len, broadcast_q, kv_index)
+    _check_combination(op, causal, window, bias, num_targets, target_kv, context_len, broadcast_q, kv_index, q_offsets)
+    if bias is not None:
+        _check_bias(op, bias, q, k)
+    if op == "jagged_attention" and options[0][1] is None:
+        options[0] = ("scale", float(q.shape[2]) ** -0.5)
+    left, right = check_window(op, window)
+    options += [("causal", bool(causal)), ("window_left", left), ("window_right", right), ("broadcast_q", bool(broadcast_q))]
+    sizes = bound(op, "max_q_len", max_q_len), bound(op, "max_k_len", max_k_len)
+    parts = (None,) * 5 if bias is None else (bias.position, bias.time, bias.time_edges, bias.q_times, bias.k_times)
+    tensors = (q, k, v, q_offsets, k_offsets, num_targets, target_k, target_v, context_len, kv_index, *parts, None, None, None)
+    return op, tensors, sizes, finish(op, tensors, options, backend, precision)
+
+
+def _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, context_len, broadcast_q, kv_index) -> None:
+    checks.check_tensor(op, "q", q, 3, "[Nq, H, D]")
+    checks.check_tensor(op, "k", k, 3, "[Nk, Hkv, D]")
+    checks.check_tensor(op, "v", v, 3, "[Nk, Hkv, Dv]")
+    checks.require(q.shape[2] == k.shape[2], op, f"q has head width {q.shape[2]}, k has {k.shape[2]}", "k")
+    checks.require(k.shape[0] == v.shape[0], op, f"k has {k.shape[0]} rows, v has {v.shape[0]}", "v")
+    checks.require(k.shape[1] == v.shape[1], op, f"k has {k.shape[1]} heads, v has {v.shape[1]}", "v")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    checks.require(
+        kv_heads > 0 and heads % kv_heads == 0, op, f"q has {heads} heads, k has {kv_heads}", "k", "the heads of q are a multiple of k's"
+    )
+    target_k, target_v = (None, None) if target_kv is None else target_kv
+    checks.check_float(op, q=q, k=k, v=v, target_k=target_k, target_v=target_v)
+    if not broadcast_q:
+        if q_offsets is None:
+            raise OpError(f"{op}: q_offsets is missing", where="q_offsets", fix="pass [B+1] offsets, or broadcast_q=True for a shared q")
+        checks.check_offsets_arg(op, "q_offsets", q_offsets, q)
+    if k_offsets is None:
+        raise OpError(f"{op}: k_offsets is missing", where="k_offsets", fix="broadcast_q needs the offsets of k")
+    checks.check_offsets_arg(op, "k_offsets", k_offsets, k)
+    if kv_index is not None:
+        checks.check_index(op, "kv_index", kv_index, q, "[B]")
+    if not broadcast_q:
+        samples = q_offsets.shape[0] - 1
+        keyed = k_offsets.shape[0] - 1 if kv_index is None else kv_index.shape[0]
+        name = "k_offsets" if kv_index is None else "kv_index"
+        checks.require(samples == keyed, op, f"q_offsets describes {samples} samples, {name} {keyed}", name)
+        for label, t in (("num_targets", num_targets), ("context_len", context_len)):
+            if t is not None:
+                checks.check_index(op, label, t, q, "[B]")
+                checks.require(t.shape[0] == samples, op, f"{label} has {t.shape[0]} values for {samples} samples", label)
+    if target_kv is not None:
+        for label, t, like in (("target_kv[0]", target_k, k), ("target_kv[1]", target_v, v)):
+            checks.check_tensor(op, label, t, 3, "[Nq, Hkv, D]")
+            want = (q.shape[0], like.shape[1], like.shape[2])
+            checks.require(tuple(t.shape) == want, op, f"{label} has shape {tuple(t.shape)}, not {want}", "target_kv")
+
+
+def _check_combination(op, causal, window, bias, num_targets, target_kv, context_len, broadcast_q, kv_index, q_offsets) -> None:
+    if broadcast_q:
+        given = {
+            "q_offsets": q_offsets, "causal": causal or None, "window": window, "num_targets": num_targets, "context_len": context_len,
+            "bias": bias, "target_kv": target_kv,
+        }  # fmt: skip
+        for name, value in given.items():
+            checks.require(value is None, op, f"broadcast_q cannot be combined with {name}", name, "a shared q has no position in a sample")
+    if target_kv is not None and (kv_index is None or num_targets is None):
+        raise OpError(f"{op}: target_kv needs kv_index and num_targets", where="target_kv", fix="without kv_index candidates are rows of k")
+    if kv_index is not None and num_targets is not None and target_kv is None:
+        raise OpError(f"{op}: kv_index with num_targets needs target_kv", where="target_kv", fix="pass the candidates' own (k, v) rows")
+
+
+def _check_bias(op: str, bias: RelativeBias, q: Tensor, k: Tensor) -> None:
+    position = bias.position
+    checks.check_tensor(op, "bias.position", position, 2, "[H, 2R+1]")
+    checks.require(
+        position.shape[0] == q.shape[1], op, f"bias.position has {position.shape[0]} rows for {q.shape[1]} heads", "bias.position"
+    )
+    checks.require(position.shape[1] % 2 == 1, op, f"bias.position has {position.shape[1]} columns", "bias.position", "2R+1 is odd")
+    checks.check_float(op, **{"bias.position": position, "bias.time": bias.time})
+    rest = {"time_edges": bias.time_edges, "q_times": bias.q_times, "k_times": bias.k_times}
+    if bias.time is None:
+        for name, t in rest.items():
+            checks.require(t is None, op, f"bias.{name} is given without bias.time", f"bias.{name}")
+        return
+    checks.check_tensor(op, "bias.time", bias.time, 2, "[H, T]")
+    checks.require(bias.time.shape[0] == q.shape[1], op, f"bias.time has {bias.time.shape[0]} rows for {q.shape[1]} heads", "bias.time")
+    lengths = {"time_edges": bias.time.shape[1] - 1, "q_times": q.shape[0], "k_times": k.shape[0]}
+    for name, t in rest.items():
+        checks.check_tensor(op, f"bias.{name}", t, 1, f"[{lengths[name]}]")
+        checks.require(t.dtype == torch.int64, op, f"bias.{name} has dtype {t.dtype}", f"bias.{name}", "times and edges are int64")
+        checks.require(
+            t.shape[0] == lengths[name], op, f"bias.{name} has {t.shape[0]} values, not {lengths[name]}", f"bias.{name}",
+            "time_edges has one value fewer than bias.time has columns; q_times and k_times have a value for each row of q and k",
+        )  # fmt: skip
+
+
+def dims(named: Named) -> tuple[tuple[str, int], ...]:
+    q, k, v = named["q"], named["k"], named["v"]
+    sizes = (("H", q.shape[1]), ("Hkv", k.shape[1]), ("D", q.shape[2]), ("Dv", v.shape[2]))
+    return sizes if named.get("q_offsets") is not None else (*sizes, ("Lq", q.shape[0]))
+
+
+def bounds(named: Named, sizes: Sizes) -> tuple[tuple[str, int], ...]:
+    q_bound, k_bound = sizes["max_q_len"], sizes["max_k_len"]
+    return (("max_q_len", named["q"].shape[0] if q_bound < 0 else q_bound), ("max_k_len", named["k"].shape[0] if k_bound < 0 else k_bound))
+
+
+def out_rows(named: Named) -> int:
+    if named.get("q_offsets") is not None:
+        return named["q"].shape[0]
+    return named["q"].shape[0] * batch_size(named)
+
+
+def batch_size(named: Named) -> int:
+    index = named.get("kv_index")
+    return named["k_offsets"].shape[0] - 1 if index is None else index.shape[0]
+
+
+def _fake(named: Named, sizes: Sizes, spec: Spec) -> list[Tensor]:
+    q, v, rows = named["q"], named["v"], out_rows(named)
+    out = q.new_empty(rows, q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[1], rows, dtype=reference.compute_dtype(q.dtype))
+    return [out, lse]
+
+
+def _check(op: str, named: Named, sizes: Sizes, spec: Spec) -> None:
+    names = ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index")
+    tensors = [named[n] for n in names]
+    rows = named["q"].shape[0], named["k"].shape[0]
+    checks.once(tensors, (rows, *sizes.values()), lambda: _check_values(op, named, sizes, rows))
+
+
+def _check_values(op: str, named: Named, sizes: Sizes, rows: tuple[int, int]) -> None:
+    values = checks.Values(op, named["q"].device)
+    q_bound, k_bound = (None if n < 0 else n for n in sizes.values())
+    index, targets, context = named["kv_index"], named["num_targets"], named["context_len"]
+    k_lengths = values.offsets("k_offsets", named["k_offsets"], rows[1], k_bound, "max_k_len")
+    if index is not None:
+        requests = k_lengths.numel()
+        values.expect(
+            (index >= 0) & (index < requests),
+            lambda: (f"kv_index holds {int(index.min())} to {int(index.max())}, there are {requests} requests", "kv_index", None),
+        )
+    if named["q_offsets"] is None:
+        return
+    q_lengths = values.offsets("q_offsets", named["q_offsets"], rows[0], q_bound, "max_q_len")
+    if targets is not None:
+        limit = q_lengths if index is not None else torch.minimum(q_lengths, k_lengths)
+        values.expect(
+            (targets >= 0) & (targets <= limit),
+            lambda: (
+                f"num_targets of sample {int(((targets < 0) | (targets > limit)).int().argmax())} is not within its rows",
+                "num_targets",
+                "candidates are the last rows of a sample: 0 <= num_targets <= its length",
+            ),
+        )
+    if context is not None:
+        values.expect(context >= 0, lambda: (f"context_len holds {int(context.min())}", "context_len", "lengths are >= 0"))
+
+
+def sample_lengths(named: Named, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q lengths, k lengths (candidates included), num_targets, context_len ``[B]`` on the CPU, for FLOP formulas.
+
+    Fake tensors have no values: then every sample counts with its bound.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake = isinstance(named["k_offsets"], FakeTensor) or named["k_offsets"].is_meta
+    batch, rows = batch_size(named), dict(bounds(named, sizes))
+    if fake:
+        q_lengths = torch.full((int(batch),), int(named["q"].shape[0] if named.get("q_offsets") is None else rows["max_q_len"]))
+        return q_lengths, torch.full((int(batch),), int(rows["max_k_len"])), None, None
+    host = {n: t.cpu() for n in ("q_offsets", "k_offsets", "num_targets", "context_len", "kv_index") if (t := named.get(n)) is not None}
+    k_lengths = host["k_offsets"].diff().long()
+    if "kv_index" in host:
+        k_lengths = k_lengths[host["kv_index"].long()]
+        if "num_targets" in host:
+            k_lengths = k_lengths + host["num_targets"]
+    q_lengths = torch.full_like(k_lengths, named["q"].shape[0]) if "q_offsets" not in host else host["q_offsets"].diff().long()
+    return q_lengths, k_lengths, host.get("num_targets"), host.get("context_len")
+
+
+def attention_flops(pairs: int, heads: int, d: int, dv: int, *, backward: bool = False) -> int:
+    """2·H·(D + Dv) FLOPs an attended pair forward; backward recomputes S and has dP, dV, dQ, dK: 2·H·(3 D + 2 Dv), 2.5 times for D = Dv."""
+    return 2 * heads * pairs * (3 * d + 2 * dv if backward else d + dv)
+
+
+def _flops(named: Named, sizes: Sizes, spec: Spec, needs: Sequence[bool] | None) -> int:
+    q_lengths, k_lengths, targets, context = sample_lengths(named, sizes)
+    pairs = masks.attended_pairs(
+        q_lengths, k_lengths, num_targets=targets, context_len=context, causal=spec.option("causal", False), window=spec.option("window")
+    )
+    q, v = named["q"], named["v"]
+    return attention_flops(int(pairs.sum()), q.shape[1], q.shape[2], v.shape[2], backward=needs is not None)
+
+
+_SHARED: dict[str, Any] = {"dims": dims, "flops": _flops, "bounds": bounds, "sizes": ("max_q_len", "max_k_len")}
+library.define(OpDefinition(JAGGED_ATTENTION, fake=_fake, check=partial(_check, "jagged_attention"), **_SHARED))
+library.define(OpDefinition(GDPA, fake=lambda n, s, o: _fake(n, s, o)[:1], check=partial(_check, "gdpa"), **_SHARED))

@@ -1,0 +1,116 @@
+"""One pass over an evaluation split: pooled metrics of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.config.schema import Eval
+from gem_core.errors import ConfigError
+from gem_core.metrics.collect import ALWAYS, MetricSet
+from gem_core.metrics.contract import Metric
+from gem_core.plugins import manager
+from gem_core.sources.contract import Source
+from gem_core.train.contract import Results
+from gem_core.train.feed import Fed, Feed
+from gem_core.train.runtime import Runtime
+
+
+def metric_builders(config: Eval) -> dict[str, Callable[[], Metric]]:
+    """The configured metrics and those that are always computed, by name.
+
+    :raises PluginError: a metric that nobody offers.
+    """
+    specs = {name: manager().find("metric", name) for name in dict.fromkeys((*config.metrics, *ALWAYS))}
+    return {name: (lambda spec=spec: spec.build(config)) for name, spec in specs.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    module: nn.Module | Callable[..., Any], model: nn.Module, source: Source, config: Eval, tasks: tuple[str, ...], runtime: Runtime
+) -> tuple[Results, int]:
+    """Metrics of ``tasks`` and the samples seen, over all ranks. ``module`` is called (``model``, wrapped or not); ``model`` is put into
+    evaluation mode meanwhile. Logits are read one batch late, so that the device never waits for the host."""
+    metrics = MetricSet(tasks, metric_builders(config), config.group)
+    was_training = model.training
+    model.eval()
+    late: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None = None
+    try:
+        for index, fed in enumerate(Feed(source, runtime.device)):
+            if config.max_batches is not None and index >= config.max_batches:
+                break
+            output = module(fed.batch)
+            ready, late = late, _fetch(fed, output.logits.float(), output.task_names)
+            _add(metrics, ready)
+        _add(metrics, late)
+    finally:
+        model.train(was_training)
+    if runtime.world > 1:
+        metrics.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])
+    return metrics.compute(), metrics.samples
+
+
+def _fetch(fed: Fed, logits: Tensor, names: tuple[str, ...]) -> tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None]:
+    if logits.device.type == "cpu":
+        return fed, logits, names, None
+    host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+    host.copy_(logits, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return fed, host, names, event
+
+
+def _add(metrics: MetricSet, item: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None) -> None:
+    if item is not None:
+        fed, logits, names, event = item
+        if event is not None:
+            event.synchronize()
+        metrics.update(fed.host, logits, names)
+
+
+@dataclass
+class Best:
+    """The best evaluation so far by ``eval.monitor``, and how many have come since."""
+
+    task: str
+    metric: str
+    better: str
+    value: float | None = None
+    step: int | None = None
+    worse: int = 0
+
+    @classmethod
+    def of(cls, config: Eval, tasks: tuple[str, ...]) -> Best:
+        """:raises ConfigError: ``eval.monitor`` names a task or metric that is not evaluated."""
+        task, _, metric = config.monitor.rpartition(".")
+        task = task or tasks[0]
+        builders = metric_builders(config)
+        if task not in tasks or metric not in builders:
+            raise ConfigError(
+                f"monitor = {config.monitor!r} is not evaluated",
+                where="eval.monitor",
+                fix=f"tasks: {', '.join(tasks)}; metrics: {', '.join(builders)} (more in eval.metrics)",
+            )
+        return cls(task, metric, builders[metric]().better)
+
+    def update(self, results: Results, step: int) -> bool:
+        """Whether these results are better than all before; an undefined value never is."""
+        value = results[self.task][self.metric].value
+        if value is not None and (self.value is None or self._rank(value) < self._rank(self.value)):
+            self.value, self.step, self.worse = value, step, 0
+            return True
+        self.worse += 1
+        return False
+
+    def _rank(self, value: float) -> float:
+        return {"lower": value, "higher": -value, "one": abs(value - 1)}[self.better]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "step": self.step, "worse": self.worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.step, self.worse = state["value"], state["step"], state["worse"]

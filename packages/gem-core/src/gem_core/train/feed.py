@@ -1,0 +1,97 @@
+"""Batches on their way to the device: counted on the host, copied ahead on a side stream, each with the source's position after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gem_core.batch import Batch
+from gem_core.errors import DataError
+from gem_core.model.loss import batch_total
+from gem_core.sources.contract import Source
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A batch and what the host knows of it: the device copy, the weight that it adds to the loss's total, events, model FLOPs (None: not
+    known), and the feed's position after it."""
+
+    host: Batch
+    batch: Batch
+    weight: float
+    tokens: int
+    flops: float | None
+    position: dict[str, Any]
+
+
+class Feed:
+    """Iterates ``epochs`` epochs of a source (None: without end).
+
+    On a CUDA device the next batch is pinned and copied while the current one is computed with; positions are of the batch handed out,
+    not of the one fetched ahead, so that resuming is exact.
+
+    :param flops: model FLOPs of one training step on a host batch, or None.
+    """
+
+    def __init__(
+        self, source: Source, device: torch.device, epochs: int | None = 1, flops: Callable[[Batch], float] | None = None
+    ) -> None:
+        self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
+        self.epoch = 0
+        self._resumed = False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def load_position(self, position: dict[str, Any]) -> None:
+        self.epoch = int(position["epoch"])
+        self.source.load_state_dict(position["source"])
+        self._resumed = True
+
+    def __iter__(self) -> Iterator[Fed]:
+        if self._stream is None:
+            yield from map(self._take, self._host())
+            return
+        ahead: tuple[Fed, torch.cuda.Event] | None = None
+        for host in self._host():
+            ready, ahead = ahead, self._copy(host)
+            if ready is not None:
+                yield self._received(*ready)
+        if ahead is not None:
+            yield self._received(*ahead)
+
+    def _host(self) -> Iterator[Batch]:
+        while self.epochs is None or self.epoch < self.epochs:
+            batches = 0
+            for host in self.source:
+                batches += 1
+                yield host
+            self.epoch += 1
+            # A source resumed at the very end of an epoch yields nothing, once.
+            if not batches and not self._resumed:
+                raise DataError(
+                    "the data source yields no batch for this split",
+                    where="data",
+                    fix="check its paths, filters and split; with drop_last a split smaller than one batch is dropped whole",
+                )
+            self._resumed = False
+
+    def _take(self, host: Batch, device_batch: Batch | None = None) -> Fed:
+        position = {"epoch": self.epoch, "source": self.source.state_dict()}
+        flops = None if self.flops is None else self.flops(host)
+        return Fed(host, host if device_batch is None else device_batch, float(batch_total(host)), host.tokens, flops, position)
+
+    def _copy(self, host: Batch) -> tuple[Fed, torch.cuda.Event]:
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            copied = host.pin_memory().to(self.device, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return self._take(host, copied), done
+
+    def _received(self, fed: Fed, copied: torch.cuda.Event) -> Fed:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(copied)
+        fed.batch.record_stream(current)
+        return fed

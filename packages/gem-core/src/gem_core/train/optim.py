@@ -1,0 +1,177 @@
+"""The two optimizers of a step (AdamW for the dense part, row-wise AdaGrad for the tables), their schedule, and clipping.
+
+Neither waits for the device: whether a step counts is a device flag (``ok``, a bool scalar) that both obey.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
+from gem_core.errors import CheckpointError, ConfigError
+from gem_core.model.contract import TableState
+from gem_core.train.runtime import Runtime
+
+
+class RowwiseAdagrad:
+    """Row-wise AdaGrad over tables ``[rows, dim]`` with one accumulator a row, from sparse or dense gradients.
+
+    With ``g_r`` the sum of the gradients of all reads of row r since the last step: ``v_r += mean_d(g_r^2)``, then
+    ``w_r -= lr * g_r / (sqrt(v_r) + eps)``. Rows that were not read stay as they are, bit for bit. Sums are fp32 for every table dtype.
+    Over several ranks ``g_r`` is the mean over the ranks: each sends its (row, gradient) pairs to all, so that replicas stay equal.
+    """
+
+    def __init__(self, states: Mapping[str, TableState], config: TableOptimizer, runtime: Runtime) -> None:
+        self.states, self.eps, self.runtime = states, config.eps, runtime
+        self.lr = config.lr
+        if config.initial_accumulator:
+            for state in states.values():
+                state.accumulator.fill_(config.initial_accumulator)
+
+    @torch.no_grad()
+    def step(self, ok: Tensor) -> Tensor:
+        """Update all tables from their gradients, which are then dropped; where ``ok`` is false nothing changes.
+
+        Returns the squared norm of all table gradients (fp32 scalar); tables whose gradients are not finite do not change.
+        """
+        total = torch.zeros((), device=ok.device)
+        for state in self.states.values():
+            grad, state.weight.grad = state.weight.grad, None
+            if grad is None and self.runtime.world == 1:
+                continue
+            if grad is not None and not grad.is_sparse:
+                total += _dense_update(state, self.runtime.all_reduce(grad.float()) / self.runtime.world, ok, self.lr, self.eps)
+            else:
+                rows, values = self._exchanged(state, grad)
+                if rows.numel():
+                    total += _sparse_update(state, rows, values, ok, self.lr, self.eps)
+        return total
+
+    def _exchanged(self, state: TableState, grad: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(rows [N] int64, gradients [N, dim] fp32), of all ranks; a rank that read nothing takes part with none."""
+        weight = state.weight
+        if grad is None:
+            rows, values = weight.new_empty(0, dtype=torch.int64), weight.new_empty(0, weight.shape[1], dtype=torch.float32)
+        else:
+            rows, values = grad._indices()[0], grad._values().float()
+        if self.runtime.world > 1:
+            rows, values = (torch.cat(self.runtime.all_gather(t)) for t in (rows, values / self.runtime.world))
+        return rows, values
+
+
+def _sparse_update(state: TableState, rows: Tensor, values: Tensor, ok: Tensor, lr: float, eps: float) -> Tensor:
+    weight, accumulator = state.weight, state.accumulator
+    if weight.shape[0] <= rows.numel():  # a small table: summing into a copy of its shape is cheaper than finding duplicates
+        return _dense_update(state, _add_rows(torch.zeros_like(weight, dtype=torch.float32), rows, values), ok, lr, eps)
+    if rows.is_cuda:
+        # Finding the distinct rows by their number would wait for the device; instead the sums keep one slot for every read, and the
+        # slots beyond the distinct rows stay zero and are added to row 0.
+        ordered, order = rows.sort(stable=True)
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        first[1:] = ordered[1:] != ordered[:-1]
+        slot = first.cumsum(0) - 1
+        summed = _add_rows(torch.zeros_like(values), slot, values[order])
+        rows = torch.zeros_like(ordered).scatter_(0, slot, ordered)
+    else:
+        rows, slot = torch.unique(rows, return_inverse=True)
+        summed = _add_rows(values.new_zeros(rows.numel(), values.shape[1]), slot, values)
+    summed, norm = _gated(summed, ok)
+    _add_rows(accumulator, rows, summed.square().mean(1))
+    _add_rows(weight, rows, (summed * (-lr / (accumulator[rows].sqrt() + eps)).unsqueeze(1)).to(weight.dtype))
+    return norm
+
+
+def _dense_update(state: TableState, grad: Tensor, ok: Tensor, lr: float, eps: float) -> Tensor:
+    grad, norm = _gated(grad, ok)
+    state.accumulator.add_(grad.square().mean(1))
+    state.weight.add_((grad * (-lr / (state.accumulator.sqrt() + eps)).unsqueeze(1)).to(state.weight.dtype))
+    return norm
+
+
+def _gated(grad: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients, all zero unless ``ok`` and they are finite, and their squared norm as it was."""
+    norm = grad.square().sum()
+    return torch.where(ok & torch.isfinite(norm), grad, 0.0), norm
+
+
+def _add_rows(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """``target[rows] += values``, repeated rows included, in an order that is the same on every run and rank."""
+    return target.index_put_((rows,), values, accumulate=True) if target.is_cuda else target.index_add_(0, rows, values)
+
+
+class DenseAdamW:
+    """AdamW on fp32 parameters; weight decay on matrices only, not on vectors and scalars (norms, biases, gates)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: DenseOptimizer) -> None:
+        self.parameters = dict(parameters)
+        matrices = [p for p in self.parameters.values() if p.dim() > 1]
+        vectors = [p for p in self.parameters.values() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]] or [{"params": []}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        ) if self.parameters else None
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.adamw.param_groups if self.adamw else ():
+            group["lr"] = lr
+
+    def grad_norm(self) -> Tensor | None:
+        """Global norm of the gradients there are."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads, foreach=True) if grads else None
+
+    def step(self, ok: Tensor, clip: float | None, norm: Tensor | None) -> None:
+        """Clip to the global norm ``clip`` and update, unless the device flag ``ok`` is false; drops the gradients."""
+        if self.adamw is None:
+            return
+        if clip is not None and norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), clip, norm, foreach=True)
+        # The fused kernel skips a step whose found_inf is 1, moments and step count included; GradScaler uses the same door.
+        self.adamw.found_inf = (~ok).float().reshape(1)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+
+    def state_items(self) -> Iterable[tuple[str, Tensor]]:
+        """``<parameter>.exp_avg``, ``<parameter>.exp_avg_sq``, ``<parameter>.step`` of the parameters that were ever updated."""
+        for name, parameter in self.parameters.items():
+            for key, value in (self.adamw.state.get(parameter, {}) if self.adamw else {}).items():
+                yield f"{name}.{key}", value
+
+    def load_items(self, items: Mapping[str, Tensor]) -> None:
+        """Put back what `state_items` gave.
+
+        :raises CheckpointError: state of an unknown parameter or of another shape.
+        """
+        for key, value in items.items():
+            name, _, part = key.rpartition(".")
+            parameter = self.parameters.get(name)
+            if parameter is None or (part != "step" and value.shape != parameter.shape):
+                raise CheckpointError(f"the optimizer state {key!r} {tuple(value.shape)} fits no parameter of this model")
+            assert self.adamw is not None
+            self.adamw.state[parameter][part] = value.to(parameter.device, copy=True)
+
+
+def schedule_factor(config: Schedule, step: int, total: int | None) -> float:
+    """Factor on the learning rate of the step after ``step`` finished ones: ``(step + 1) / warmup`` while warming up, then the decay from 1 at
+    the end of the warm-up to ``final`` at ``total`` steps."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay == "none":
+        return 1.0
+    if total is None:
+        raise ConfigError(
+            f"decay = {config.decay!r} needs to know the number of steps, and this data source does not tell its length",
+            where="train.schedule.decay",
+            fix="set train.steps",
+        )
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    left = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.final + (1 - config.final) * left

@@ -1,0 +1,159 @@
+"""The run folder: what is written where, and who may write into one that exists."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem_core.config import Config, dump_toml, load_config
+from gem_core.errors import CheckpointError, ConfigError
+from gem_core.plugins import manager
+from gem_core.train.checkpoint import CheckpointStore, replace_file
+
+FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
+"""Sections that may change when a run is resumed; the others say what the parameters mean."""
+
+
+class RunFolder:
+    """Paths and files of one run."""
+
+    def __init__(self, path: Path, keep: int = 2) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.header = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.evals = path / "eval.jsonl"
+        self.summary = path / "summary.json"
+        self.tensorboard = path / "tensorboard"
+        self.nonfinite = path / "nonfinite"
+        self.checkpoints = CheckpointStore(path / "checkpoints", keep)
+
+    def prepare(self, resume: bool, overwrite: bool) -> bool:
+        """Make the folder ready; returns whether there is a checkpoint to continue from.
+
+        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said.
+        """
+        holds = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError("the run folder is a file", where=str(self.path), fix="give another one: --run-dir")
+        if holds and not resume and not overwrite:
+            raise CheckpointError(
+                f"the run folder is not empty ({', '.join(holds[:4])}{', …' if len(holds) > 4 else ''})",
+                where=str(self.path),
+                fix="--resume continues it, --overwrite deletes it, --run-dir or --set run.name=… takes another one",
+            )
+        if holds and overwrite and not resume:
+            if not self.config.is_file():
+                raise CheckpointError(
+                    "the folder to overwrite is no run folder (it has no config.toml)", where=str(self.path), fix="delete it by hand"
+                )
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        return bool(self.checkpoints.steps())
+
+    def write_config(self, config: Config) -> None:
+        replace_file(self.config, dump_toml(config))
+
+    def check_config(self, config: Config) -> None:
+        """:raises ConfigError: a section that must not change differs from the run's own configuration."""
+        if not self.config.is_file():
+            return
+        before, now = load_config(self.config).model_dump(mode="json"), config.model_dump(mode="json")
+        changed = [
+            f"{key}: was {old}, is {new}"
+            for section in sorted(set(before) - set(FREE_ON_RESUME))
+            for key, old, new in _differences(section, before[section], now[section])
+        ]
+        if changed:
+            raise ConfigError(
+                "the configuration differs from that of the run to resume: " + "; ".join(changed[:5]) + ("; …" if len(changed) > 5 else ""),
+                where=str(self.config),
+                fix=f"only [{'], ['.join(FREE_ON_RESUME)}] may change; start a new run for the rest",
+            )
+
+    def write_json(self, path: Path, record: Mapping[str, Any]) -> None:
+        replace_file(path, json.dumps(clean(record), indent=1) + "\n")
+
+    def append(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Add a line to a .jsonl file, with one write call."""
+        with open(path, "a") as file:
+            file.write(json.dumps(clean(record)) + "\n")
+
+    def trim(self, step: int) -> None:
+        """Drop lines of steps after ``step``: a resumed run writes them again. A line cut short by a crash goes too."""
+        for path in (self.metrics, self.evals):
+            if path.is_file():
+                replace_file(path, "".join(json.dumps(r) + "\n" for r in read_lines(path) if r["step"] <= step))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a .jsonl file; a last line that a crash cut short is left out."""
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def clean(value: Any) -> Any:
+    """JSON without NaN and infinities, which become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    return value
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, plug-ins, machine and commit, for run.json and checkpoints."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("gem-core", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "plugins": manager().active(),
+        "device": device_name(device),
+        "host": platform.node(),
+        "command": sys.argv,
+        "commit": _commit(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str | None:
+    """Git commit of the working directory, with "-dirty" if tracked files differ; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env={**os.environ, "LC_ALL": "C"})
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(set(old) | set(new)):
+            yield from _differences(f"{key}.{name}", old.get(name), new.get(name))
+    elif old != new:
+        yield key, old, new

@@ -1,0 +1,107 @@
+"""The process among its peers: rank, device, and the few collectives that the trainer itself needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gem_core.config.schema import Config
+from gem_core.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process. All collectives are no-ops in a world of one."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values to all, in place."""
+        if self.world > 1:
+            dist.broadcast(tensor, 0)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor in rank order; the first dimension may differ between ranks. Reads the sizes on the host."""
+        if self.world == 1:
+            return [tensor]
+        size = torch.tensor([tensor.shape[0]], device=tensor.device)
+        sizes = [torch.empty_like(size) for _ in range(self.world)]
+        dist.all_gather(sizes, size)
+        counts = [int(n) for n in torch.cat(sizes).tolist()]
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded)
+        return [part[:n] for part, n in zip(parts, counts)]
+
+    def gather_others(self, tensor: Tensor) -> list[Tensor]:
+        """`all_gather` without this rank's own tensor."""
+        return [part for rank, part in enumerate(self.all_gather(tensor)) if rank != self.rank]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank. Waits for all ranks."""
+        return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device)).item()) if self.world > 1 else flag
+
+
+@contextmanager
+def runtime(config: Config) -> Iterator[Runtime]:
+    """Choose the device and, under torchrun, join the process group; leaves it again unless the caller had joined before.
+
+    :raises DeviceError: a CUDA device was asked for where there is none for this process.
+    """
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(config.run.device, local)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    joined = world > 1 and not dist.is_initialized()
+    if joined:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout_s))
+    try:
+        if dist.is_initialized():
+            yield Runtime(device, dist.get_rank(), dist.get_world_size())
+        else:
+            yield Runtime(device)
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """"auto": the local rank's CUDA device where there is one, else the CPU."""
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise DeviceError(
+            f"this process is the {local_rank + 1}. on this machine, which has {count} usable CUDA devices",
+            where="run.device",
+            fix="start fewer processes, or set run.device = \"cpu\"; `gemrec doctor` tells why a device is not usable",
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,99 @@
+"""Named tensors in one file, in the safetensors layout: an 8-byte little-endian header length, a JSON header, raw little-endian values.
+
+Reading parses JSON and maps bytes; nothing is ever unpickled. Any safetensors reader can open these files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100 * 2**20
+_CHUNK = 64 * 2**20
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write and fsync; return the bytes written. Device tensors are copied to the host one at a time."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"a tensor of dtype {tensor.dtype} cannot be stored", where=name)
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+            for start in range(0, raw.size, _CHUNK):
+                file.write(memoryview(raw[start : start + _CHUNK]))
+        file.flush()
+        os.fsync(file.fileno())
+    return 8 + len(text) + at
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the file, as views of a private memory map: pages are read when used, and the file is never changed.
+
+    :raises CheckpointError: the file is missing, cut short, or not in this layout.
+    """
+
+    def broken(what: str) -> CheckpointError:
+        return CheckpointError(f"the tensor file {what}", where=str(path), fix="use another checkpoint; this one is damaged")
+
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _MAX_HEADER + 1
+            if length > min(_MAX_HEADER, size - 8):
+                raise broken("has no valid header")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"the tensor file cannot be read: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise broken("has no valid header") from error
+    header.pop("__metadata__", None)
+    storage = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    tensors = {}
+    try:
+        for name, entry in header.items():
+            dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            count = 1
+            for n in shape:
+                count *= n
+            if not 0 <= start <= end <= storage.numel() or end - start != count * dtype.itemsize:
+                raise broken(f"is cut short or inconsistent at {name!r}")
+            raw = storage[start:end]
+            if start % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
+                raw = raw.clone()
+            tensors[name] = raw.view(dtype).reshape(shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise broken("has a header that does not describe tensors") from error
+    return tensors

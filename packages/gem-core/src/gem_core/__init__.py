@@ -12,6 +12,8 @@ _LAZY = {
     "CallbackSpec": "gem_core.hookspecs",
     "CodecSpec": "gem_core.hookspecs",
     "CollectiveSpec": "gem_core.hookspecs",
+    "Features": "gem_core.config",
+    "FrozenConfig": "gem_core.config",
     "GemError": "gem_core.errors",
     "Guard": "gem_core.hookspecs",
     "Jagged": "gem_core.jagged",

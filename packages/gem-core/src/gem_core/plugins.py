@@ -217,7 +217,7 @@ class PluginManager:
         """Run ``action``; when it fails, withdraw the plug-in and record why."""
         try:
             action()
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             raise
         except BaseException as fault:
             fix = getattr(fault, "fix", None) or (

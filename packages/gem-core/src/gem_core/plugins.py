@@ -168,6 +168,19 @@ class PluginManager:
         """Name -> version of the plug-ins in use, for run headers and checkpoints."""
         return {p.name: p.version for p in self._plugins.values() if p.state == "active"}
 
+    def add(self, name: str, obj: Any, version: str = "0") -> None:
+        """Register a plug-in object that no entry point publishes: one of a notebook or a test.
+
+        :raises PluginError: the name is taken, or the object is at fault.
+        """
+        if name in self._plugins:
+            raise PluginError(f"there is a plug-in called {name!r} already ({self._plugins[name].title})", fix="choose another name")
+        with self._lock:
+            self._register(_Plugin(name, version, asked=True), lambda: obj)
+            collected, self._collected = self._collected, set()
+            for kind in collected:
+                self._collect(kind)
+
     def call(self, hook: str, *, before: Callable[[str], None], failed: Callable[[str], None], **arguments: Any) -> None:
         """Call ``hook`` on each plug-in that has it, guarded; ``before(name)`` hears whose turn it is, ``failed(name)`` who failed."""
         for plugin in self._plugins.values():
@@ -245,7 +258,7 @@ class PluginManager:
             self._collecting = kind
             try:
                 for plugin in self._plugins.values():
-                    if plugin.state == "active" and KINDS[kind][0] in plugin.impls:
+                    if plugin.state == "active" and KINDS[kind][0] in plugin.impls and kind not in plugin.offers:
                         self._guard(plugin, lambda p=plugin: p.offers.__setitem__(kind, _specs(p, kind)), tolerate=tolerate)
                 self._collected.add(kind)
             finally:

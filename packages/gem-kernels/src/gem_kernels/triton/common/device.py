@@ -55,12 +55,28 @@ def on_cpu(target: str = "interpreter") -> Iterator[DeviceInfo]:
             where="gem_kernels.triton",
             fix="set TRITON_INTERPRET=1 before triton is imported",
         )
+    if target == "interpreter":
+        _mend_interpreter()
     info = INTERPRETER if target == "interpreter" else _TARGETS[target]
     token = _assumed.set(info)
     try:
         yield info
     finally:
         _assumed.reset(token)
+
+
+@functools.lru_cache(maxsize=1)
+def _mend_interpreter() -> None:
+    """Triton 3.6's interpreter takes int() of one-element arrays for loop bounds, which numpy 2.4 and later refuse."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 @functools.lru_cache(maxsize=64)

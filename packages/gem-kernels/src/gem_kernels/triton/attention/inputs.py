@@ -1,0 +1,89 @@
+"""The tensors of one call by name, and what every launch of the family derives from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.contracts import GDPA
+from gem_kernels.triton.attention.activations import IDS
+from gem_kernels.triton.attention.plan import Plan
+from gem_kernels.triton.attention.schedule import TileList, tile_list
+from gem_kernels.triton.common.device import DeviceInfo, device_info
+
+
+class Inputs:
+    """Attributes carry the contract's tensor names; q, k, v and target rows have dense columns (``stride(2) == 1``)."""
+
+    def __init__(self, plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
+        named = dict(zip(GDPA.tensors, tensors))
+        for name in ("q", "k", "v", "target_k", "target_v"):
+            setattr(self, name, _dense_columns(named[name]))
+        for name in ("q_offsets", "k_offsets", "num_targets", "kv_index", "bias_position", "bias_time", "bias_time_edges"):
+            setattr(self, name, named[name])
+        self.context_len = named["context_len"] if plan.context else None
+        self.q_times, self.k_times = named["bias_q_times"], named["bias_k_times"]
+        if plan.targets and not plan.shared:
+            self.target_k, self.target_v = self.k, self.v
+        self.plan = plan
+        self.device: torch.device = self.q.device
+        self.info: DeviceInfo = device_info(self.device)
+        self.requests = self.k_offsets.shape[0] - 1
+        self.batch = self.requests if self.kv_index is None else self.kv_index.shape[0]
+        self.q_len = self.q.shape[0] if plan.broadcast else 0
+        self.out_rows = self.q_len * self.batch if plan.broadcast else self.q.shape[0]
+        self.radius = 0 if self.bias_position is None else (self.bias_position.shape[1] - 1) // 2
+        self.edges = 0 if self.bias_time is None else self.bias_time.shape[1] - 1
+        self.act_ids = _act_ids(plan.activation, self.device) if isinstance(plan.activation, tuple) else None
+
+    @property
+    def time_steps(self) -> int:
+        return self.edges.bit_length()
+
+    def q_tiles(self, block: int) -> TileList:
+        """Tiles of query rows, by the keys their sample has."""
+        plan = self.plan
+        return tile_list(
+            self.batch, block, self.device,
+            rows=self.out_rows, offsets=self.q_offsets, length=self.q_len, longest=plan.q_bound,
+            work_offsets=self.k_offsets, work_map=self.kv_index, reverse=plan.causal,
+        )  # fmt: skip
+
+    def k_tiles(self, block: int) -> TileList:
+        """Tiles of history keys, by request under sharing and by sample otherwise, with as much work as the sample has query rows."""
+        plan = self.plan
+        return tile_list(
+            self.requests, block, self.device,
+            rows=self.k.shape[0], offsets=self.k_offsets, longest=plan.k_bound,
+            work_offsets=self.q_offsets if self.kv_index is None else None,
+            subtract=None if plan.shared else self.num_targets,
+        )  # fmt: skip
+
+    def sample_args(self) -> tuple[Any, ...]:
+        """q_offsets, k_offsets, num_targets, target_k, target_v, context_len, kv_index of a kernel."""
+        return self.q_offsets, self.k_offsets, self.num_targets, self.target_k, self.target_v, self.context_len, self.kv_index
+
+    def bias_args(self) -> tuple[Any, ...]:
+        """bias_position, bias_time, time_edges, q_times, k_times, act_ids of a kernel."""
+        return self.bias_position, self.bias_time, self.bias_time_edges, self.q_times, self.k_times, self.act_ids
+
+
+def row_strides(*tensors: Tensor | None) -> list[int]:
+    """stride(0), stride(1) of each; zeros for an absent one."""
+    return [s for t in tensors for s in ((0, 0) if t is None else (t.stride(0), t.stride(1)))]
+
+
+def _dense_columns(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+_cached_ids: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
+
+
+def _act_ids(names: tuple[str, ...], device: torch.device) -> Tensor:
+    key = (names, device)
+    if key not in _cached_ids:
+        _cached_ids[key] = torch.tensor([IDS[n] for n in names], dtype=torch.int32, device=device)
+    return _cached_ids[key]

@@ -9,11 +9,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gem_core.config.explain import Path
-from gem_core.config.load import SECTION_PLUGINS, resolve
+from gem_core.config.load import SECTION_PLUGINS, plain, resolve
 from gem_core.config.schema import Config, Model, Train
 from gem_core.plugins import manager
 
 Schema = dict[str, Any]
+Types = tuple[type[BaseModel], ...]
 
 
 def json_schema() -> Schema:
@@ -50,9 +51,17 @@ def json_schema() -> Schema:
 def starter_toml(config: Config) -> str:
     """The whole configuration as TOML with a comment above each key: what it is, and what unset means."""
     resolved = resolve(config)
-    plain = resolved.config.model_dump(mode="json")
+    chosen = resolved.config
+    of_plugins = {
+        ("model",): resolved.model,
+        ("data", chosen.data.source): resolved.source,
+        ("precision", chosen.precision.recipe): resolved.recipe,
+        ("parallel", chosen.parallel.dense): resolved.dense,
+        ("parallel", chosen.parallel.sparse): resolved.sparse,
+        **{("train", "callbacks", name): options for name, options in resolved.callbacks.items()},
+    }
     lines: list[str] = []
-    _write(lines, Config, plain, ())
+    _write(lines, (Config,), plain(chosen, nones=True), (), of_plugins)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -67,27 +76,32 @@ def _model_variant(name: str, options: Schema) -> Schema:
     }
 
 
-def _write(lines: list[str], config_type: type[BaseModel] | None, values: dict[str, Any], path: Path) -> None:
-    """One table: its own keys, then the tables in it."""
-    fields = config_type.model_fields if config_type is not None else {}
+def _write(lines: list[str], types: Types, values: dict[str, Any], path: Path, of_plugins: dict[Path, BaseModel]) -> None:
+    """One table, described by ``types``: its own keys, then the tables in it."""
+    fields = {name: field for config_type in types for name, field in config_type.model_fields.items()}
     if path:
-        doc = (config_type.__doc__ or "").strip().splitlines() if config_type is not None and "__doc__" in vars(config_type) else []
-        lines += ["", *(f"# {line}" for line in doc[:1]), f"[{'.'.join(map(_key, path))}]"]
+        doc = [(vars(t).get("__doc__") or "").strip().partition("\n")[0].replace("``", "") for t in types]
+        lines += ["", *(f"# {line}" for line in doc if line), f"[{'.'.join(map(_key, path))}]"]
     below = {}
     for name, value in values.items():
-        description = fields[name].description if name in fields else None
         if isinstance(value, dict):
             below[name] = value
-        else:
-            lines += [f"# {description}"] if description else []
-            lines.append(f"# {_key(name)} =" if value is None else tomli_w.dumps({name: value}).rstrip("\n"))
+            continue
+        if name in fields and fields[name].description:
+            lines.append(f"# {fields[name].description}")
+        lines.append(f"# {_key(name)} =" if value is None else tomli_w.dumps({name: value}).rstrip("\n"))
     for name, value in below.items():
-        if value or name in fields:
-            _write(lines, _table_type(fields[name].annotation if name in fields else None), value, (*path, name))
+        here = (*path, name)
+        types_below = _table_types(fields[name].annotation if name in fields else None)
+        if here in of_plugins:
+            types_below += (type(of_plugins[here]),)
+            value |= plain(of_plugins[here], nones=True)
+        if value:
+            _write(lines, types_below, value, here, of_plugins)
 
 
-def _table_type(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def _table_types(annotation: Any) -> Types:
+    return (annotation,) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ()
 
 
 def _key(name: str) -> str:

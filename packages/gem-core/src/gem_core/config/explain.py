@@ -120,6 +120,8 @@ class _Fault:
                 self.fix = f"there is {' and '.join(elsewhere[:4])}"
             else:
                 self.fix = f"keys here are: {', '.join(valid) or 'none'}"
+        elif kind == "missing" and loc[-1].isdigit():
+            self.what = f"{'.'.join(path[:-1])} has too few elements: element {loc[-1]} is missing"
         elif kind == "missing":
             self.what = f"{dotted} is needed and is not given"
             self.fix = f"add {path[-1]} = ... to [{'.'.join(path[:-1])}]" if path[:-1] else f"add {path[-1]} = ..."

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from gem_core.config.explain import Origin, validate
 from gem_core.config.features import Features
@@ -87,12 +89,12 @@ def resolve(config: Config) -> ResolvedConfig:
     tables["precision"][config.precision.recipe] = recipe
     tables["parallel"][config.parallel.dense] = dense
     tables["parallel"][config.parallel.sparse] = sparse
-    data = _plain(config)
+    data = plain(config)
     for section, options in tables.items():
-        data[section] |= {name: _plain(value) for name, value in options.items() if value.__class__.model_fields}
-    data["model"] = {"name": config.model.name, **_plain(model)}
-    data["features"] = _plain(source_features(config))
-    data["train"]["callbacks"] = {name: _plain(value) for name, value in callbacks.items()}
+        data[section] |= {name: plain(value) for name, value in options.items() if value.__class__.model_fields}
+    data["model"] = {"name": config.model.name, **plain(model)}
+    data["features"] = plain(source_features(config))
+    data["train"]["callbacks"] = {name: plain(value) for name, value in callbacks.items()}
     return ResolvedConfig(config_from_dict(data, config.origin), model, source, recipe, dense, sparse, callbacks)
 
 
@@ -146,7 +148,7 @@ def source_features(config: Config) -> Features:
 
 def dump_toml(config: Config) -> str:
     """The configuration as TOML with every default written out; `load_config` of it gives an equal configuration."""
-    return tomli_w.dumps(_plain(config))
+    return tomli_w.dumps(plain(config))
 
 
 def _section_config(config: Config, section: str, chooser: str) -> Any:
@@ -177,10 +179,19 @@ def _other_tables(config: Config, section: str) -> dict[str, Any]:
     return found
 
 
-def _plain(model: Any) -> dict[str, Any]:
-    """Nested dicts, lists and scalars that TOML can hold. TOML has no null: None is written by leaving the key out."""
-    plain: dict[str, Any] = model.model_dump(mode="json", exclude_none=True)
-    return plain
+def plain(model: BaseModel, *, nones: bool = False) -> dict[str, Any]:
+    """Nested dicts, lists and scalars that TOML can hold. TOML has no null: None is written by leaving the key out, but for ``nones``."""
+    values: dict[str, Any] = _tomlable(model.model_dump(exclude_none=not nones))
+    return values
+
+
+def _tomlable(value: Any) -> Any:
+    # Pydantic's own JSON mode would turn an infinity in an untyped table into null.
+    if isinstance(value, Mapping):
+        return {str(key): _tomlable(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_tomlable(below) for below in value]
+    return value if isinstance(value, (str, int, float)) else to_jsonable_python(value)
 
 
 def _read(path: Path) -> str:

@@ -35,7 +35,7 @@ def supports(problem: Problem) -> Supported:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Rows of one sample: ``q`` of Q, ``out`` of the result, ``k`` of K and V (the history under sharing), ``own`` of target_k, target_v."""
+    """Rows of one sample: ``q`` of Q, ``out`` of the result, ``k`` of K and V (the history under sharing), ``own`` of target_kv."""
 
     q: slice
     out: slice

@@ -1,8 +1,8 @@
 """The tensors of every op: order, what is optional, what is saved, what receives gradients.
 
 Shapes and meanings are in the docstrings of the public functions. Shapes of the results that exist for backward only, all fp32 (fp64 for
-fp64 inputs): ``rstd``, ``mean``, ``out_rstd`` one value a row; ``mean`` is empty for RMSNorm, ``mean`` and ``rstd`` of `mlp` are empty
-without a norm.
+fp64 inputs): ``rstd``, ``mean``, ``out_rstd`` one value a row. ``mean`` is absent for RMSNorm, ``mean`` and ``rstd`` of `mlp` without a norm:
+forward gives None for what is absent, backward receives an empty tensor.
 
 - norm, norm_linear, mlp: ``mean`` and ``rstd`` belong to the norm of ``normed``; the hidden activations of mlp are recomputed.
 - linear_norm: ``rstd`` belongs to z = x wᵀ + b. The normalised row is ``y`` itself for an affine-free norm; with norm_weight or norm_bias
@@ -95,7 +95,7 @@ NORM_GDPA = OpContract(
     differentiable_outputs=("out",),
 )
 
-# Data movement. Each one's gradient is another op of the family, so implementations have a forward only.
+# Data movement. Each one's gradient is another op of the family, so implementations have a forward only, which returns (result, ()).
 #   jagged_concat(problem, *values, *offsets) of n = problem.dim("parts") parts -> values [sum N_i, ...], slack rows last and zero
 #   jagged_split(problem, values, *offsets, rows=(r_1, ..., r_n)) -> n tensors [r_i, ...]: its inverse, part i by offsets i
 #   jagged_sum, jagged_mean(problem, values, offsets) -> [B, ...]

@@ -10,6 +10,7 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from gem_core import plugins
@@ -37,6 +38,15 @@ class Policy:
 
 
 _policy = Policy()
+
+probing: ContextVar[bool] = ContextVar("probing", default=False)
+"""While true, `choose` raises `Probed` with the problem: how a call is asked about without being run."""
+
+
+class Probed(Exception):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.op)
+        self.problem = problem
 
 
 def policy() -> Policy:
@@ -109,6 +119,8 @@ def choose(problem: Problem, backend: str = AUTO) -> KernelSpec:
     :raises PluginError: the named one does not exist, or its ``supports`` raises.
     """
     _refresh()
+    if probing.get():
+        raise Probed(problem)
     key = (problem, backend)
     if key not in _chosen:
         if len(_chosen) > 10_000:

@@ -48,3 +48,10 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype == torch.float32 else t for t in tensors)
+
+
+def host_values(t: Tensor) -> Tensor | None:
+    """``t`` on the CPU, or None for a tensor without values (fake, meta): what FLOP formulas read lengths from."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return None if t.is_meta or isinstance(t, FakeTensor) else t.cpu()

@@ -108,14 +108,15 @@ def problem_for(definition: OpDefinition, named: Named, sizes: Sizes, spec: str)
     """The Problem of a call, the same from the inputs and from the saved tensors."""
     contract = definition.contract
     some = next(t for t in named.values() if t is not None)
-    dtypes = tuple((n, t.dtype) for n in contract.saved if n in contract.tensors and (t := named[n]) is not None)
+    names = ("x" if n == NORMED else n for n in contract.saved)
+    dtypes = tuple((n, t.dtype) for n in names if n in contract.tensors and (t := named[n]) is not None)
     bounds = tuple((n, _power_of_two(v)) for n, v in definition.bounds(named, sizes))
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _problem(contract.op, spec, some.device, dtypes, definition.dims(named), bounds, deterministic)
 
 
 @lru_cache(maxsize=8192)
-def _problem(op: str, spec: str, device: torch.device, dtypes, dims, bounds, deterministic: bool) -> Problem:
+def _problem(op: str, spec: str, device: torch.device, dtypes: Any, dims: Any, bounds: Any, deterministic: bool) -> Problem:
     decoded = decode(spec)
     arch = None
     if device.type == "cuda":

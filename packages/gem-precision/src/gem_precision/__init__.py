@@ -1,1 +1,27 @@
 """MXFP8 and FP8 recipes with numerics guards for recommendation models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LAZY = {
+    "FP8": "gem_precision.formats",
+    "MX": "gem_precision.formats",
+    "quantize_fp8": "gem_precision.formats",
+    "quantize_mx": "gem_precision.formats",
+    "random_hadamard": "gem_precision.hadamard",
+    "rank_generator": "gem_precision.formats",
+}
+
+__all__ = list(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gem_core.cli.groups import CommandGroups
+
+if TYPE_CHECKING:
+    import torch
 
 
 def register(app: CommandGroups) -> None:
@@ -40,8 +44,40 @@ def plugins(
 
 
 def _ops(as_json: bool) -> None:
-    from gem_core.ops.dispatch import table
-
-    rows = table()
+    rows = list(_choices())
     if as_json:
         print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(f"{row['op']} ({row['dtype']} on {row['device']}): {row['chosen']}")
+        for name, supported, reason in row["implementations"]:
+            print(f"  {'*' if name == row['chosen'] else ' '} {name}: {'supported' if supported else reason}")
+
+
+def _choices() -> Iterator[dict[str, Any]]:
+    """The automatic choice for a plain call of every op, on this machine's device."""
+    import torch
+
+    from gem_core import ops
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for dtype in (torch.float32, torch.bfloat16):
+        for op, arguments in _plain_calls(torch.device(device), dtype):
+            table = ops.available(op, *arguments)
+            chosen = next(name for name, supported, _ in table if supported)
+            yield {"op": op, "dtype": str(dtype).removeprefix("torch."), "device": device, "chosen": chosen, "implementations": table}
+
+
+def _plain_calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[torch.Tensor | None, ...]]]:
+    import torch
+
+    rows = torch.zeros(8, 64, device=device, dtype=dtype)
+    heads = torch.zeros(8, 2, 64, device=device, dtype=dtype)
+    offsets = torch.tensor([0, 3, 8], device=device)
+    square = torch.zeros(64, 64, device=device, dtype=dtype)
+    for op in ("jagged_attention", "gdpa", "block_attention", "norm_gdpa"):
+        yield op, (heads, heads, heads, offsets)
+    yield "norm", (rows,)
+    yield "norm_linear", (rows, square)
+    yield "linear_norm", (rows, square)
+    yield "mlp", (rows, square, None, square, None)

@@ -1,0 +1,47 @@
+"""What of block_attention the Triton implementation can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gem_core.hookspecs import KernelSpec
+from gem_core.ops.contract import YES, Problem, Supported, no
+from gem_kernels.triton.common.device import runs_on
+
+
+def supports(problem: Problem) -> Supported:
+    """bf16, fp16 and fp32; blocks of 64 and 128 rows; head dims up to 256."""
+    where = runs_on(problem.device)
+    if not where:
+        return where
+    if problem.precision is not None:
+        return no("low-precision operands are not implemented here")
+    dtypes = {problem.dtype(name) for name in ("q", "k", "v")}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
+        return no(f"q, k and v must share one of bf16, fp16, fp32, got {', '.join(sorted(map(str, dtypes)))}")
+    if problem.option("block_size", 64) not in (64, 128):
+        return no(f"blocks of 64 or 128 rows, got {problem.option('block_size')}")
+    if problem.dim("D") != problem.dim("Dv"):
+        return no("q and v must have the same head dim")
+    elements = problem.dim("D") * problem.option("block_size", 64)
+    if elements > 64 * 256 or (problem.dtype("q") == torch.float32 and elements > 64 * 128):
+        return no("a block of this head dim does not fit in shared memory: up to D 256 (64 rows) or 128 (128 rows), half of it in fp32")
+    return YES
+
+
+def forward(problem: Problem, *tensors: Any) -> Any:
+    from gem_kernels.triton.block import launch
+
+    return launch.forward(problem, *tensors)
+
+
+def backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.block import launch
+
+    return launch.backward(problem, saved, dout, needs)
+
+
+def specs() -> list[KernelSpec]:
+    return [KernelSpec(op="block_attention", name="triton", forward=forward, backward=backward, supports=supports, priority=50)]

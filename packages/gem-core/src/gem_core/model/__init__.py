@@ -1,0 +1,44 @@
+"""The models and their parts. Importing this package loads no model code: `builtin_specs` names the models, building one loads it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gem_core.hookspecs import ModelSpec
+
+_LAZY = {
+    "DinConfig": "gem_core.model.din",
+    "GemConfig": "gem_core.model.config",
+    "LocalTables": "gem_core.model.tables",
+    "Lookup": "gem_core.model.contract",
+    "ModelOutput": "gem_core.model.contract",
+    "TableSet": "gem_core.model.contract",
+    "TableSpec": "gem_core.model.contract",
+    "TableState": "gem_core.model.contract",
+    "Tables": "gem_core.model.contract",
+    "deferred_tables": "gem_core.model.tables",
+    "model_flops": "gem_core.model.flops",
+    "preset": "gem_core.model.presets",
+    "task_loss": "gem_core.model.loss",
+}
+
+__all__ = ["builtin_specs", *_LAZY]
+
+
+def builtin_specs() -> list[ModelSpec]:
+    """The models of the core."""
+    from gem_core.hookspecs import ModelSpec
+    from gem_core.model.config import DinConfig, GemConfig
+
+    return [
+        ModelSpec("gem", GemConfig, lambda config, features: importlib.import_module("gem_core.model.gem").Gem(config, features)),
+        ModelSpec("din", DinConfig, lambda config, features: importlib.import_module("gem_core.model.din").Din(config, features)),
+    ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

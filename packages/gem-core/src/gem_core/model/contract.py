@@ -63,7 +63,10 @@ class Tables(Protocol):
     """A module that holds the tables: the built-in local one, or what a sparse strategy built.
 
     ``optimizer_in_backward`` tells the trainer that backward already updates the tables (FBGEMM's fused optimizers). Where it is False
-    the module has ``table_states() -> Mapping[str, TableState]``, table name to parameter and accumulator, for the trainer to update.
+    the module has ``table_states() -> Mapping[str, TableState]``, table name to parameter and accumulator, for the trainer to update; where
+    it is True it has ``configure_optimizer(config: TableOptimizer)``, called once before training, and ``set_learning_rate(lr)``, called
+    before every step. Their gradients arrive as means over the ranks (each rank's loss is multiplied by the world), and as exact zeros in
+    a step that is skipped: an optimizer in backward must leave rows with zero gradients unchanged.
     """
 
     table_set: TableSet

@@ -1,0 +1,201 @@
+"""Options of the GEM model. ``[model]`` holds those of `GemConfig`; every part reads its own section."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from gem_core.config.base import FrozenConfig
+
+AttentionKind = Literal["full", "causal", "window", "causal_window", "block", "none"]
+NormKind = Literal["rms", "layer"]
+
+
+class EventConfig(FrozenConfig):
+    """How the fields of an event become one token."""
+
+    combine: Literal["sum", "concat"] = Field("concat", description="sum of the fields' embeddings, or one linear map of all of them")
+    positions: int = Field(0, ge=0, description="learned embedding of the last N places, counted from the newest event; 0: none")
+    time_buckets: int = Field(0, ge=0, description="learned embedding of log(1 + age / time_scale) in N buckets; 0: none")
+    time_scale: float = Field(60.0, gt=0, description="seconds; ages well below it are not told apart")
+    time_max: float = Field(3.15e7, gt=0, description="seconds; ages from here on share the last bucket")
+
+
+class PffnConfig(FrozenConfig):
+    """Personalised FFN by GDPA: history rows attend, without softmax, to keys and values generated from the feature tokens."""
+
+    kind: Literal["gdpa", "norm_gdpa", "none"] = Field(
+        "gdpa", description="gdpa: s + W_o gdpa(W_q norm(s)); norm_gdpa: the fused form that takes the queries as they are"
+    )
+    keys: int | None = Field(None, gt=0, description="number of generated keys; None: token-wise, one key a feature token")
+    activation: str = "gelu"
+    scale_in: float | None = Field(None, gt=0, description="None: head_dim ** -0.5")
+    scale_out: float | None = Field(None, gt=0, description="None: keys ** -0.5")
+
+
+class PoolingConfig(FrozenConfig):
+    """Which summary tokens of a history go into the interaction."""
+
+    seeds: int = Field(4, ge=0, description="learned queries (PMA, HSP), the same for all samples")
+    candidate_queries: int = Field(0, ge=0, description="queries generated from the candidate's event token")
+    recent: int = Field(0, ge=0, description="the newest K events as they are")
+    last: bool = Field(True, description="the candidate's own row, where it is appended to the history")
+
+
+class SequenceConfig(FrozenConfig):
+    """A history tower: event tokens ``[ΣL, dim]``, a block a layer, and the pooling."""
+
+    dim: int = Field(64, gt=0)
+    heads: int = Field(2, gt=0)
+    head_dim: int | None = Field(None, gt=0, description="None: dim / heads")
+    layers: int | None = Field(None, ge=0, description="blocks of this tower; None: as many as the model has layers")
+    event: EventConfig = EventConfig()
+    attention: AttentionKind | tuple[AttentionKind, ...] = Field("full", description="a list is cycled over the layers")
+    window: int = Field(128, gt=0, description="events on each side in window attention")
+    block: int = Field(64, gt=0, description="rows a block in block attention")
+    rotary: Literal["none", "position", "time"] = Field("none", description="angles from the position, or from the log age of the event")
+    rotary_base: float = Field(10000.0, gt=1)
+    qk_norm: bool = Field(False, description="RMS norm of queries and keys over the head dimension; bounds the scores")
+    pffn: PffnConfig = PffnConfig()
+    ffn: int = Field(0, ge=0, description="hidden width of a plain FFN after the attention; 0: none")
+    norm: NormKind = "rms"
+    candidate: bool = Field(False, description="append the candidate as an event that reads the history, and that the history never sees")
+    cls: int = Field(0, ge=0, description="feature summaries prepended as tokens that see and are seen by all history rows")
+    pooling: PoolingConfig = PoolingConfig()
+    dropout: float = Field(0.0, ge=0, lt=1)
+    next_event: float = Field(0.0, ge=0, description="weight of the auxiliary loss that predicts each next event after the first block")
+
+    @model_validator(mode="after")
+    def _check(self) -> SequenceConfig:
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}; change one or set head_dim")
+        if self.pffn.kind == "norm_gdpa" and self.heads * self.width != self.dim:
+            raise ValueError(f"pffn.kind = 'norm_gdpa' takes rows as queries: heads x head_dim must be dim {self.dim}")
+        if (self.rotary != "none" or "block" in self.kinds) and self.width % 2:
+            raise ValueError(f"rotary and block attention need an even head_dim, got {self.width}")
+        if "block" in self.kinds and (self.candidate or self.cls):
+            raise ValueError("block attention has no candidate or CLS rows; use pooling.candidate_queries and pooling.seeds")
+        if self.next_event and set(self.kinds[:1]) - {"causal", "causal_window"}:
+            raise ValueError("next_event predicts the next event, so the first block's attention must be causal or causal_window")
+        if self.next_event and self.layers == 0:
+            raise ValueError("next_event needs at least one block")
+        return self
+
+    @property
+    def width(self) -> int:
+        """Dimension of one head."""
+        return self.head_dim if self.head_dim is not None else self.dim // self.heads
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,)
+
+    @property
+    def summary_tokens(self) -> int:
+        """Tokens a sample that this tower adds to every interaction."""
+        p = self.pooling
+        return p.seeds + p.candidate_queries + p.recent + self.cls + int(self.candidate and p.last)
+
+
+class WukongConfig(FrozenConfig):
+    """Factorisation-machine block and linear compression (Wukong)."""
+
+    fm_tokens: int | None = Field(None, gt=0, description="tokens of the FM block (nF), the others are linear (nL); None: half of them")
+    rank: int = Field(8, ge=0, description="columns k of Y in X (X^T Y); 0: all pairwise products X X^T")
+    hidden: int = Field(128, gt=0, description="hidden width of the FM block's MLP")
+
+
+class CrossConfig(FrozenConfig):
+    """DCNv2: cross layers over the flattened tokens."""
+
+    layers: int = Field(2, gt=0)
+    rank: int | None = Field(None, gt=0, description="rank of the cross matrices; None: full")
+
+
+class DotConfig(FrozenConfig):
+    """DOT: all pairwise dot products, then an MLP."""
+
+    hidden: int = Field(128, gt=0)
+
+
+class InteractionConfig(FrozenConfig):
+    """Interaction layer: ``X' = norm(sum of experts(X) + shortcut(X))``."""
+
+    experts: tuple[Literal["wukong", "dcnv2", "dot"], ...] = Field(("wukong",), min_length=1, description="summed experts (DHEN)")
+    tokens: int = Field(16, gt=1, description="tokens that a layer gives; for wukong nF + nL")
+    summary: int | None = Field(None, gt=0, description="feature tokens are compressed to N before they join the pooled ones; None: all")
+    wukong: WukongConfig = WukongConfig()
+    dcnv2: CrossConfig = CrossConfig()
+    dot: DotConfig = DotConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> InteractionConfig:
+        if self.wukong.fm_tokens is not None and self.wukong.fm_tokens >= self.tokens:
+            raise ValueError(f"wukong.fm_tokens {self.wukong.fm_tokens} must be below tokens {self.tokens}: the others are linear")
+        return self
+
+
+class HeadConfig(FrozenConfig):
+    """Prediction heads over the last layer's tokens."""
+
+    tokens: int | None = Field(None, gt=0, description="tokens are compressed to N before they are flattened; None: all")
+    shared: int = Field(0, ge=0, description="width of a hidden layer that all tasks share; 0: none")
+    hidden: tuple[int, ...] = Field((64,), description="hidden layers of each task's own MLP")
+
+
+class GemConfig(FrozenConfig):
+    """``[model]`` of ``name = "gem"``. ``sequence = false`` removes the history towers."""
+
+    layers: int = Field(2, gt=0)
+    dim: int = Field(32, gt=0, description="width of a feature token")
+    embedding_dim: int = Field(32, gt=0, description="width of tables that state none")
+    feature_tokens: int | None = Field(None, gt=0, description="feature tokens a sample; None: one a feature")
+    dense_hidden: int = Field(64, gt=0, description="hidden width of the MLP that makes the dense features' token")
+    gates: bool = Field(False, description="InterFormer gates sigma(z * (W z + b)) on both summaries")
+    norm: NormKind = "layer"
+    dropout: float = Field(0.0, ge=0, lt=1, description="in the interaction's and heads' MLPs")
+    embedding_dropout: float = Field(0.0, ge=0, lt=1)
+    sparse_gradients: bool = Field(True, description="table gradients of the built-in tables hold touched rows only")
+    sequence: SequenceConfig | Literal[False] = SequenceConfig()
+    groups: dict[str, SequenceConfig] = Field(default_factory=dict, description="towers of single histories; unset keys as in `sequence`")
+    interaction: InteractionConfig = InteractionConfig()
+    head: HeadConfig = HeadConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("groups"), dict):
+            return data
+        base = data.get("sequence")
+        if base is False:
+            return data
+        shared = base.model_dump(exclude_unset=True) if isinstance(base, SequenceConfig) else (base or {})
+        groups = {k: _under(shared, v) if isinstance(v, dict) else v for k, v in data["groups"].items()}
+        return {**data, "groups": groups}
+
+    def tower(self, group: str) -> SequenceConfig | None:
+        """Options of the tower of one history; None where towers are off."""
+        return None if self.sequence is False else self.groups.get(group, self.sequence)
+
+
+def _under(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in own.items():
+        below = merged.get(key)
+        merged[key] = _under(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+class DinConfig(FrozenConfig):
+    """``[model]`` of ``name = "din"``."""
+
+    embedding_dim: int = Field(32, gt=0, description="width of tables that state none")
+    attention_hidden: tuple[int, ...] = Field((64,), description="hidden layers of the local activation unit")
+    attention_activation: Literal["dice", "prelu"] = "dice"
+    softmax: bool = Field(False, description="normalise the weights over a history; the paper does not")
+    hidden: tuple[int, ...] = Field((200, 80), description="hidden layers of each task's MLP")
+    activation: Literal["dice", "prelu"] = "dice"
+    dropout: float = Field(0.0, ge=0, lt=1, description="in the tasks' MLPs")
+    embedding_dropout: float = Field(0.0, ge=0, lt=1)
+    sparse_gradients: bool = True

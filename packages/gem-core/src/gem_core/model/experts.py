@@ -1,0 +1,39 @@
+"""The interaction layer: summed experts (DHEN) with one shortcut and one norm."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from gem_core.model.config import InteractionConfig, NormKind
+from gem_core.model.interaction import Cross, Dot, Wukong
+from gem_core.model.layers import Norm, TokenMix
+
+
+class SummedExperts(nn.Module):
+    """``X' = norm(sum_e expert_e(X) + shortcut(X))``, ``[B, n, d] -> [B, tokens, d]``.
+
+    The shortcut is the identity where n = tokens and a linear map over the token axis elsewhere. With one "wukong" expert this is
+    Wukong's layer. ``experts`` is a list of modules with the same shapes, so that they can be spread over processes.
+    """
+
+    def __init__(
+        self, n: int, dim: int, config: InteractionConfig | None = None, *, norm: NormKind = "layer", dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        c = config or InteractionConfig()
+        self.tokens = c.tokens
+
+        def build(name: str) -> nn.Module:
+            if name == "wukong":
+                return Wukong(n, c.tokens, dim, c.wukong, norm=norm, dropout=dropout)
+            return Cross(n, c.tokens, dim, c.dcnv2) if name == "dcnv2" else Dot(n, c.tokens, dim, c.dot, dropout=dropout)
+
+        self.experts = nn.ModuleList(build(name) for name in c.experts)
+        self.shortcut = nn.Identity() if n == c.tokens else TokenMix(n, c.tokens)
+        self.norm = Norm(dim, norm, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shortcut(x)
+        for expert in self.experts:
+            y = y + expert(x)
+        return self.norm(y)

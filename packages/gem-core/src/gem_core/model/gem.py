@@ -1,0 +1,200 @@
+"""The GEM model: history towers, pooling and interaction, interleaved layer by layer (InterFormer), with multi-task heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gem_core import ops
+from gem_core.batch import Batch
+from gem_core.config.features import Features
+from gem_core.errors import BatchError, ConfigError
+from gem_core.model.config import GemConfig, SequenceConfig
+from gem_core.model.contract import ModelOutput, TableSet
+from gem_core.model.embedding import Embedded, EventTokens, FeatureTokens
+from gem_core.model.experts import SummedExperts
+from gem_core.model.heads import Heads
+from gem_core.model.layers import Gate, TokenMix
+from gem_core.model.pooling import Pooling
+from gem_core.model.rows import Rows
+from gem_core.model.sequence import NextEvent, Rotary, SequenceBlock, rotary_angles
+from gem_core.model.tables import LocalTables, sparse_group, table_set
+
+Part = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class History:
+    """One history on its way through the layers.
+
+    ``s [N, dim]`` with its layout and rotary angles; the candidate's token ``[B, dim]``; ``events`` are the event tokens alone, without
+    place and age, and ``event_rows`` their layout without CLS and candidate rows.
+    """
+
+    s: Tensor
+    rows: Rows
+    events: Tensor
+    event_rows: Rows
+    rotary: Rotary | None = None
+    candidate: Tensor | None = None
+
+
+class HistoryEntry(nn.Module):
+    """Makes a `History`: event tokens, the candidate's token, CLS tokens, and the rotary angles of all rows.
+
+    The candidate's token is the candidate as an event, where ``features.sequences.NAME.target`` says which feature is which field, plus a
+    linear summary of the feature tokens.
+    """
+
+    def __init__(self, name: str, features: Features, tables: TableSet, tokens: int, token_dim: int, config: SequenceConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.events = EventTokens(name, features, tables, c.dim, c.event)
+        if c.rotary == "time" and not self.events.timed:
+            raise ConfigError(
+                f'rotary = "time" needs the events\' times, and the history {name!r} declares none',
+                where="model.sequence.rotary",
+                fix=f'set features.sequences.{name}.timestamps, or rotary = "position"',
+            )
+        self.asks = c.candidate or c.pooling.candidate_queries > 0
+        summaries = c.cls + int(self.asks)
+        self.summary = nn.Sequential(TokenMix(tokens, summaries), nn.Linear(token_dim, c.dim)) if summaries else None
+
+    def forward(self, batch: Batch, embedded: Embedded, x: Tensor) -> History:
+        c = self.config
+        rows = event_rows = self.events.rows(batch)
+        events = self.events(batch, embedded)
+        s = self.events.placed(events, rows)
+        summaries = None if self.summary is None else self.summary(x)
+        candidate = None
+        if self.asks:
+            assert summaries is not None
+            candidate = summaries[:, c.cls]
+            if self.events.fields.target:
+                candidate = candidate + self.events.candidate(embedded, batch.size)
+        before = [(summaries[:, : c.cls].flatten(0, 1), rows.uniform(c.cls))] if summaries is not None and c.cls else []
+        after = [(candidate, rows.uniform(1))] if candidate is not None and c.candidate else []
+        if before or after:
+            s = _concat(before, (s, rows.offsets), after)
+            rows = rows.extended(c.cls, c.candidate)
+            if c.rotary == "time":
+                assert event_rows.ages is not None
+                blank = [[(v.new_zeros(v.shape[0], 1), o) for v, o in part] for part in (before, after)]
+                rows.ages = _concat(blank[0], (event_rows.ages.unsqueeze(1), event_rows.offsets), blank[1]).squeeze(1)
+        rotary = None if c.rotary == "none" else rotary_angles(rows, c.width, c.rotary, c.rotary_base)
+        return History(s, rows, events, event_rows, rotary, candidate)
+
+
+class GemLayer(nn.Module):
+    """One layer: each history's sequence block and pooling, then the interaction of all tokens.
+
+    ``x [B, n, dim]`` -> ``[B, interaction.tokens, dim]``; the histories keep their shapes.
+    """
+
+    def __init__(self, config: GemConfig, towers: dict[str, SequenceConfig], tokens: int, layer: int) -> None:
+        super().__init__()
+        deep = {name: c for name, c in towers.items() if c.layers is None or layer < c.layers}
+        self.blocks = nn.ModuleDict({name: SequenceBlock(c, tokens, config.dim, layer) for name, c in deep.items()})
+        self.pools = nn.ModuleDict(
+            {
+                name: Pooling(c.pooling, c.dim, c.heads, c.width, config.dim, cls=c.cls, candidate=c.candidate, norm=c.norm)
+                for name, c in towers.items()
+                if c.summary_tokens
+            }
+        )
+        pooled = sum(c.summary_tokens for c in towers.values())
+        summary = config.interaction.summary
+        self.mix = TokenMix(tokens, summary) if summary is not None else None
+        self.gates = nn.ModuleList(Gate(config.dim) for _ in range(2)) if config.gates and pooled else None
+        self.interaction = SummedExperts(
+            (summary or tokens) + pooled, config.dim, config.interaction, norm=config.norm, dropout=config.dropout
+        )
+
+    def forward(self, x: Tensor, histories: dict[str, History]) -> tuple[Tensor, dict[str, History]]:
+        histories = {
+            name: replace(h, s=self.blocks[name](h.s, x, h.rows, h.rotary)) if name in self.blocks else h for name, h in histories.items()
+        }
+        pooled = [pool(histories[name].s, histories[name].rows, histories[name].candidate) for name, pool in self.pools.items()]
+        own = x if self.mix is None else self.mix(x)
+        if not pooled:
+            return self.interaction(own), histories
+        summary = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
+        if self.gates is not None:
+            own, summary = self.gates[0](own), self.gates[1](summary)
+        return self.interaction(torch.cat([own, summary.to(own.dtype)], 1)), histories
+
+
+class Gem(nn.Module):
+    """The hybrid model of `GemConfig` over the features' tables, ``forward(batch) -> ModelOutput`` with logits ``[B, T]``.
+
+    ``tables`` may be replaced by what a sparse strategy built from it; ``layers`` are the units to wrap for sharding the dense part.
+
+    :raises ConfigError: features without a label or without a sample-level feature; a group of options for a history that is not there.
+    """
+
+    def __init__(self, config: GemConfig, features: Features) -> None:
+        super().__init__()
+        if not features.labels:
+            raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
+        unknown = sorted(set(config.groups) - set(features.sequences))
+        if unknown:
+            raise ConfigError(
+                f"there is no history {unknown[0]!r}",
+                where=f"model.groups.{unknown[0]}",
+                fix=f"the histories are: {', '.join(features.sequences) or 'none'}",
+            )
+        self.config, self.task_names = config, tuple(features.labels)
+        self.towers = {n: c for n in features.sequences if (c := config.tower(n)) is not None}
+        self.table_set = _used(features, config)
+        self.tables: nn.Module = LocalTables(self.table_set, sparse=config.sparse_gradients)
+        self.features = FeatureTokens(features, self.table_set, config.dim, count=config.feature_tokens, dense_hidden=config.dense_hidden)
+        n = self.features.count
+        self.entries = nn.ModuleDict(
+            {name: HistoryEntry(name, features, self.table_set, n, config.dim, c) for name, c in self.towers.items()}
+        )
+        counts = [n] + [config.interaction.tokens] * (config.layers - 1)
+        self.layers = nn.ModuleList(GemLayer(config, self.towers, tokens, i) for i, tokens in enumerate(counts))
+        self.heads = Heads(config.interaction.tokens, config.dim, self.task_names, config.head, dropout=config.dropout)
+        self.next_event = nn.ModuleDict({name: NextEvent(c.dim) for name, c in self.towers.items() if c.next_event})
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(self, batch: Batch) -> ModelOutput:
+        if batch.num_targets is not None:
+            raise BatchError(
+                "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
+            )
+        embedded = self.tables(sparse_group(batch, self.table_set.lookups))
+        if self.training and self.config.embedding_dropout:
+            embedded = {k: (self.dropout(v[0]), v[1]) if isinstance(v, tuple) else self.dropout(v) for k, v in embedded.items()}
+        x = self.features(batch, embedded)
+        histories = {name: entry(batch, embedded, x) for name, entry in self.entries.items()}
+        aux: dict[str, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            x, histories = layer(x, histories)
+            if i == 0 and self.training:
+                aux = {f"next_event.{name}": self._next_event(name, histories[name]) for name in self.next_event}
+        return ModelOutput(self.heads(x), self.task_names, aux)
+
+    def _next_event(self, name: str, history: History) -> Tensor:
+        rows, extra = history.event_rows, history.rows.cls + int(history.rows.candidate)
+        states = history.s
+        if extra:
+            states = states[torch.arange(rows.count, device=states.device) + rows.sample * extra + history.rows.cls]
+        return self.towers[name].next_event * self.next_event[name](states, history.events, rows)
+
+
+def _concat(before: list[Part], rows: Part, after: list[Part]) -> Tensor:
+    dtype = rows[0].dtype
+    return ops.jagged_concat([(v.to(dtype), o) for v, o in (*before, rows, *after)])[0]
+
+
+def _used(features: Features, config: GemConfig) -> TableSet:
+    """Tables and lookups that the model reads: all of them, or without towers only those of the sample-level features."""
+    tables = table_set(features, config.embedding_dim)
+    if config.sequence is not False:
+        return tables
+    lookups = tuple(k for k in tables.lookups if k.pooling != "none")
+    names = {k.table for k in lookups}
+    return replace(tables, tables=tuple(t for t in tables.tables if t.name in names), lookups=lookups)

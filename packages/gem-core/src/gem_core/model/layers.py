@@ -1,0 +1,115 @@
+"""Small modules that every part is built from.
+
+Linear maps stay `torch.nn.Linear` modules, so that a precision recipe can find and replace them: the fused ops are used only while the
+module is exactly that type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gem_core import ops
+from gem_core.model.config import NormKind
+
+
+class Norm(nn.Module):
+    """RMS or layer norm over the last dimension of ``[..., d]``; ``affine`` gives it a weight and, for "layer", a bias."""
+
+    def __init__(self, dim: int, kind: NormKind = "rms", *, affine: bool = False, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.kind, self.eps, self.dim, self.affine = kind, eps, dim, affine
+        self.weight = nn.Parameter(torch.empty(dim)) if affine else None
+        self.bias = nn.Parameter(torch.empty(dim)) if affine and kind == "layer" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.norm(x, kind=self.kind, weight=self.weight, bias=self.bias, eps=self.eps)
+
+
+class NormLinear(nn.Module):
+    """Affine-free norm over the last dimension, then linear: ``[N, in] -> [N, out]``."""
+
+    def __init__(self, in_features: int, out_features: int, kind: NormKind = "rms", *, bias: bool = True, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear = self.linear
+        if type(linear) is nn.Linear:
+            return ops.norm_linear(x, linear.weight, linear.bias, kind=self.kind, eps=self.eps)
+        return linear(ops.norm(x, kind=self.kind, eps=self.eps))
+
+
+class FeedForward(nn.Module):
+    """Pre-norm FFN with residual on packed rows: ``s + W2 act(W1 norm(s))``, ``[N, d] -> [N, d]``."""
+
+    def __init__(self, dim: int, hidden: int, kind: NormKind = "rms", *, activation: str = "gelu", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind, self.activation = kind, activation
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, s: Tensor) -> Tensor:
+        if type(self.up) is nn.Linear and type(self.down) is nn.Linear:
+            y = ops.mlp(s, self.up.weight, self.up.bias, self.down.weight, self.down.bias, activation=self.activation, norm=self.kind)
+        else:
+            y = self.down(activate(self.up(ops.norm(s, kind=self.kind)), self.activation))
+        return s + self.dropout(y)
+
+
+class Mlp(nn.Module):
+    """``[..., in] -> [..., widths[-1]]``: linear layers with ``activation`` and dropout between them, none after the last."""
+
+    def __init__(self, in_features: int, widths: Sequence[int], *, activation: str = "relu", dropout: float = 0.0) -> None:
+        super().__init__()
+        sizes = [in_features, *widths]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
+        self.activation = activation
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = self.dropout(activate(layer(x), self.activation))
+        return self.layers[-1](x)
+
+
+class Gate(nn.Module):
+    """InterFormer's self-gate ``sigma(z * (1 + W z + b))`` on ``[..., d]`` with sigma = SiLU; the 1 lets it begin open."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.silu(z * (1 + self.linear(z)))
+
+
+class TokenMix(nn.Module):
+    """Linear map over the token axis, ``[B, n_in, d] -> [B, n_out, d]``: the linear compression of Wukong. ``weight [n_out, n_in]``."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.weight.to(x.dtype), x)
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    """``name`` of an elementwise activation of the dense towers: relu, gelu, silu."""
+    return {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[name](x)

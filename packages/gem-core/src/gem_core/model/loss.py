@@ -1,0 +1,75 @@
+"""The training loss: masked, weighted binary cross-entropy over tasks, normalised by a count given from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gem_core.batch import Batch
+from gem_core.errors import BatchError
+from gem_core.model.contract import ModelOutput
+
+
+def label_weights(batch: Batch) -> Tensor:
+    """``[B, T]`` fp32: the weight of each label, 0 where the mask excludes it. Sum over samples and ranks it to normalise the loss.
+
+    :raises BatchError: a batch without labels.
+    """
+    if batch.labels is None:
+        raise BatchError("the batch has no labels", where="features.labels", fix="declare them, and let the source deliver them")
+    weights = torch.ones_like(batch.labels, dtype=torch.float32)
+    if batch.weights is not None:
+        weights = weights * (batch.weights if batch.weights.dim() == 2 else batch.weights.unsqueeze(1))
+    if batch.label_mask is not None:
+        weights = weights * batch.label_mask
+    return weights
+
+
+def task_loss(
+    output: ModelOutput,
+    batch: Batch,
+    *,
+    task_weights: Sequence[float] | None = None,
+    total: Tensor | float | None = None,
+    aux: bool = True,
+) -> Tensor:
+    """Scalar fp32 loss ``sum_t task_weight_t * sum_b w_bt * BCE(logit_bt, label_bt) / total`` plus the auxiliary losses.
+
+    A label that the mask excludes has weight 0, whatever its value (NaN included). ``total`` is the number (or total weight) of samples
+    over all ranks and micro-batches that make one optimizer step; None: this batch's samples (the sum of ``weights [B]`` where given). One
+    total for all tasks keeps a rarely labelled task, such as CVR, from being blown up. Auxiliary losses are means over this batch, and
+    count by the batch's share of ``total``.
+
+    :raises BatchError: the labels are not those of the output's tasks.
+    """
+    weights = label_weights(batch)
+    labels = batch.labels
+    assert labels is not None
+    if tuple(batch.label_names) != output.task_names:
+        raise BatchError(
+            f"the batch's labels are {', '.join(batch.label_names) or 'none'}",
+            where="features.labels",
+            fix=f"the model predicts: {', '.join(output.task_names)}",
+        )
+    own = batch_total(batch)
+    total = own if total is None else total
+    target = torch.where(weights > 0, labels.to(output.logits.dtype), torch.zeros((), dtype=output.logits.dtype, device=labels.device))
+    losses = F.binary_cross_entropy_with_logits(output.logits, target, reduction="none") * weights
+    if task_weights is not None:
+        losses = losses * losses.new_tensor(list(task_weights))
+    share = 1.0 / torch.as_tensor(total, dtype=losses.dtype, device=losses.device).clamp(min=torch.finfo(losses.dtype).tiny)
+    loss = losses.sum() * share
+    if aux and output.aux_losses:
+        loss = loss + sum(output.aux_losses.values()) * (own * share)
+    return loss
+
+
+def batch_total(batch: Batch) -> Tensor | float:
+    """What this batch adds to ``total``: its sample count, or the sum of its per-sample weights (of ``weights [B, T]``: their mean over T)."""
+    if batch.weights is None:
+        return float(batch.size)
+    weights = batch.weights if batch.weights.dim() == 1 else batch.weights.mean(1)
+    return weights.sum(dtype=torch.float32)

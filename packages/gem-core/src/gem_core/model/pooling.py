@@ -1,0 +1,88 @@
+"""Pooling: the summary tokens of a history that join the interaction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gem_core import ops
+from gem_core.model.config import NormKind, PoolingConfig
+from gem_core.model.layers import NormLinear
+from gem_core.model.rows import Rows
+
+
+class SeedPooling(nn.Module):
+    """Pooling by attention (PMA, HSP): queries read all rows of their sample, ``[N, dim] -> [B, seeds + candidate_queries, out_dim]``.
+
+    ``seeds`` learned queries are the same for every sample (one broadcast query tensor); ``candidate_queries`` are generated from the
+    candidate's event token ``[B, dim]``. An empty history gives the output bias.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, head_dim: int, out_dim: int, *, seeds: int = 4, candidate_queries: int = 0, norm: NormKind = "rms"
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.count = heads, head_dim, candidate_queries
+        self.seeds = nn.Parameter(torch.empty(seeds, heads, head_dim)) if seeds else None
+        self.queries = NormLinear(dim, candidate_queries * heads * head_dim, norm) if candidate_queries else None
+        self.kv = NormLinear(dim, 2 * heads * head_dim, norm)
+        self.out = nn.Linear(heads * head_dim, out_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.seeds is not None:
+            nn.init.normal_(self.seeds)
+
+    def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> Tensor:
+        b = rows.batch_size
+        k, v = self.kv(s).view(-1, 2, self.heads, self.head_dim).unbind(1)
+        pooled = []
+        if self.seeds is not None:
+            q = self.seeds.to(k.dtype)
+            o = ops.jagged_attention(q, k, v, None, rows.offsets, max_k_len=rows.max_length, broadcast_q=True)
+            pooled.append(o.view(b, -1, self.heads * self.head_dim))
+        if self.queries is not None:
+            assert candidate is not None
+            q = self.queries(candidate).view(-1, self.heads, self.head_dim)
+            lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
+            o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths)
+            pooled.append(o.view(b, -1, self.heads * self.head_dim))
+        return self.out(pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1))
+
+
+class Pooling(nn.Module):
+    """All summary tokens of one history, ``[N, dim] -> [B, n, out_dim]``: CLS rows, seeds, candidate queries, newest rows, candidate row.
+
+    Rows that are taken as they are share one norm and linear map to ``out_dim``.
+    """
+
+    def __init__(
+        self, config: PoolingConfig, dim: int, heads: int, head_dim: int, out_dim: int,
+        *, cls: int = 0, candidate: bool = False, norm: NormKind = "rms",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.cls, self.recent, self.last = cls, config.recent, candidate and config.last
+        read = config.seeds + config.candidate_queries
+        self.attention = (
+            SeedPooling(dim, heads, head_dim, out_dim, seeds=config.seeds, candidate_queries=config.candidate_queries, norm=norm)
+            if read
+            else None
+        )
+        taken = cls + config.recent + int(self.last)
+        self.rows = NormLinear(dim, out_dim, norm) if taken else None
+        self.count = read + taken
+
+    def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> Tensor:
+        taken = []
+        if self.cls:
+            taken.append(rows.first(s, self.cls))
+        if self.recent:
+            taken.append(rows.newest(s, self.recent))
+        if self.last:
+            taken.append(rows.last(s))
+        tokens = []
+        if self.attention is not None:
+            tokens.append(self.attention(s, rows, candidate))
+        if self.rows is not None:
+            tokens.append(self.rows(taken[0] if len(taken) == 1 else torch.cat(taken, 1)))
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1)

@@ -237,7 +237,7 @@ class PluginManager:
                 f"mend or upgrade it (pip install -U {plugin.name}), uninstall it, or switch it off: --no-plugin {plugin.name}"
             )
             plugin.state = "broken"
-            plugin.reason = str(fault) if isinstance(fault, _Fault) else f"{type(fault).__name__}: {_first_line(fault)}"
+            plugin.reason = _reason(fault)
             plugin.offers.clear()
             error = PluginError(f"plug-in {plugin.title} cannot be used: {plugin.reason}", where=_location(fault), fix=fix)
             if not tolerate and (self._strict or plugin.asked or plugin.name == CORE):
@@ -421,9 +421,13 @@ def _normal(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(".", "-")
 
 
-def _first_line(fault: BaseException) -> str:
-    text = fault.what if isinstance(fault, GemError) else str(fault)
-    return text.strip().splitlines()[0] if text.strip() else "no message"
+def _reason(fault: BaseException) -> str:
+    if isinstance(fault, _Fault):
+        return str(fault)
+    if isinstance(fault, GemError):
+        return fault.what
+    text = str(fault).strip()
+    return f"{type(fault).__name__}: {text.splitlines()[0] if text else 'no message'}"
 
 
 def _location(fault: BaseException) -> str | None:

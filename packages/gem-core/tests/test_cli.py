@@ -170,7 +170,7 @@ def test_a_group_without_commands_says_so(capsys):
     [
         (lambda app: app.command("plan")(print), r"the command 'gemrec plan' is offered by acme and by bolt"),
         (lambda app: app.command("data")(print), r"the command 'gemrec data' is offered by gem-core and by bolt"),
-        (lambda app: app.group("config").command("show")(print), r"'gemrec config show' is offered by gem-core and by bolt"),
+        (lambda app: app.group("config").command("show")(print), r"the command 'gemrec config show' is offered by gem-core and by bolt"),
         (lambda app: app.group("dat"), r"there is no command group 'dat'; there are: bench, data, kernels, precision, config"),
     ],
 )

@@ -11,9 +11,11 @@ makes every failure an error.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -431,9 +433,10 @@ def _reason(fault: BaseException) -> str:
 
 
 def _location(fault: BaseException) -> str | None:
-    """File and line where the plug-in's own code failed."""
-    if isinstance(fault, _Fault) or fault.__traceback__ is None:
+    """File and line where the plug-in's own code failed: the innermost frame outside this package and the import system."""
+    if isinstance(fault, _Fault):
         return None
-    frames = inspect.getinnerframes(fault.__traceback__, context=0)
-    last = next((f for f in reversed(frames) if not f.filename.startswith("<")), None)
-    return f"{last.filename}:{last.lineno}" if last is not None else None
+    passing = tuple(os.path.dirname(os.path.realpath(file)) + os.sep for file in (__file__, importlib.__file__))
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(fault.__traceback__)]
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith("<") and not os.path.realpath(file).startswith(passing)]
+    return own[-1] if own else None

@@ -1,0 +1,245 @@
+"""The judgement of installations, on faked ones: one sound, and each fault with its cure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from gem_core import doctor
+from gem_core.doctor import Environment, Finding, Gpu, Report, Torch, diagnose
+
+PY = "/venv/bin/python"
+H100 = Gpu("NVIDIA H100 80GB HBM3", "sm_90", "580.65.06")
+CUDA13 = ("sm_80", "sm_90", "sm_100", "compute_120")
+
+CPU = Environment(
+    python=(3, 11, 9),
+    executable=PY,
+    system="Linux x86_64",
+    packages={"torch": "2.13.0+cpu", "triton": "3.6.0", "fbgemm-gpu-cpu": "1.8.0", "torchrec": "1.8.0"},
+    torch=Torch("2.13.0+cpu", None),
+)
+GPU = Environment(
+    python=(3, 12, 4),
+    executable=PY,
+    system="Linux x86_64",
+    packages={"torch": "2.11.0+cu130", "triton": "3.6.0", "fbgemm-gpu": "1.6.0", "torchrec": "1.6.1"},
+    torch=Torch("2.11.0+cu130", "13.0", CUDA13, sees_gpu=True, wants_triton="3.6.0"),
+    gpus=(H100,),
+)
+
+
+def packages(env: Environment, **changed: str | None) -> Environment:
+    merged = {**env.packages, **{name.replace("_", "-"): version for name, version in changed.items()}}
+    return replace(env, packages={name: version for name, version in merged.items() if version is not None})
+
+
+def torch(env: Environment, **changed) -> Environment:
+    assert env.torch is not None
+    return replace(env, torch=replace(env.torch, **changed))
+
+
+FBGEMM_CPU_CURE = (f"{PY} -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", f"{PY} -m pip install --no-deps fbgemm-gpu-cpu==1.8.0")
+FBGEMM_CUDA_CURE = (f"{PY} -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", f"{PY} -m pip install --no-deps fbgemm-gpu==1.6.0")
+TORCHREC_NEEDS = (
+    f"{PY} -m pip install tensordict torchmetrics==1.0.3 tqdm iopath pyre-extensions orjson pyvers importlib_metadata"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("env", [CPU, GPU, packages(CPU, fbgemm_gpu_cpu=None, torchrec=None), packages(CPU, triton=None)])
+def test_a_sound_installation_has_no_findings(env: Environment):
+    assert list(diagnose(env)) == []
+
+
+FAULTS: dict[str, tuple[Environment, str, str, str, tuple[str, ...]]] = {
+    "CUDA build of fbgemm on a CPU machine": (
+        packages(CPU, fbgemm_gpu="1.8.0", fbgemm_gpu_cpu=None),
+        "error",
+        "fbgemm",
+        "fbgemm-gpu 1.8.0 is a CUDA build, but torch is a CPU build",
+        FBGEMM_CPU_CURE,
+    ),
+    "the CUDA build over the CPU build": (
+        packages(CPU, fbgemm_gpu="1.8.0"),
+        "error",
+        "fbgemm",
+        "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0 are both installed",
+        FBGEMM_CPU_CURE,
+    ),
+    "CPU build of fbgemm on a GPU machine": (
+        packages(GPU, fbgemm_gpu=None, fbgemm_gpu_cpu="1.6.0"),
+        "error",
+        "fbgemm",
+        "fbgemm-gpu-cpu 1.6.0 is a CPU build, but torch is built for CUDA",
+        FBGEMM_CUDA_CURE,
+    ),
+    "fbgemm of another torch": (
+        packages(GPU, fbgemm_gpu="1.8.0"),
+        "error",
+        "fbgemm",
+        "fbgemm-gpu 1.8.0 was not built for torch 2.11.0+cu130, which needs fbgemm-gpu 1.6.0",
+        FBGEMM_CUDA_CURE,
+    ),
+    "torchrec of another torch": (
+        packages(CPU, torchrec="1.6.1"),
+        "error",
+        "torchrec",
+        "torchrec 1.6.1 does not belong to torch 2.13.0+cpu, which wants torchrec 1.8.0",
+        (f"{PY} -m pip install --no-deps torchrec==1.8.0", TORCHREC_NEEDS),
+    ),
+    "torchrec without fbgemm": (packages(CPU, fbgemm_gpu_cpu=None), "error", "torchrec", "is installed without FBGEMM", FBGEMM_CPU_CURE),
+    "torchrec without its needs": (
+        replace(CPU, broken_imports={"torchrec": "ModuleNotFoundError: No module named 'tensordict'"}),
+        "error",
+        "torchrec",
+        "importing it fails: ModuleNotFoundError: No module named 'tensordict'",
+        (TORCHREC_NEEDS,),
+    ),
+    "fbgemm that does not load": (
+        replace(CPU, broken_imports={"fbgemm-gpu-cpu": "ImportError: undefined symbol: _ZN2at"}),
+        "error",
+        "fbgemm-gpu-cpu",
+        "undefined symbol",
+        FBGEMM_CPU_CURE,
+    ),
+    "torch that does not load": (
+        replace(CPU, broken_imports={"torch": "OSError: libgomp.so.1"}),
+        "error",
+        "torch",
+        "importing it fails: OSError: libgomp.so.1",
+        (f"{PY} -m pip install --force-reinstall --no-deps torch==2.13.0",),
+    ),
+    "no torch": (
+        replace(packages(CPU, torch=None, fbgemm_gpu_cpu=None, torchrec=None), torch=None),
+        "error",
+        "torch",
+        "torch is not installed",
+        (f"{PY} -m pip install torch==2.13.0",),
+    ),
+    "an untested torch": (
+        torch(packages(CPU, fbgemm_gpu_cpu=None, torchrec=None), version="2.14.0"),
+        "warning",
+        "torch",
+        "torch 2.14.0 is not among the tested releases (2.11 and 2.13)",
+        (),
+    ),
+    "a CPU torch on a GPU machine": (
+        replace(packages(CPU, fbgemm_gpu_cpu=None, torchrec=None), gpus=(H100,)),
+        "error",
+        "torch",
+        "torch 2.13.0+cpu is a CPU build, but this machine has a GPU (NVIDIA H100 80GB HBM3)",
+        (f"{PY} -m pip install --force-reinstall --no-deps torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130",),
+    ),
+    "a driver that is too old": (
+        replace(GPU, gpus=(replace(H100, driver="570.12"),)),
+        "error",
+        "driver",
+        "was built for CUDA 13.0, which needs driver 580 or newer; the driver is 570.12",
+        ("apt-get install -y nvidia-driver-580-server", "reboot"),
+    ),
+    "a GPU that torch cannot use": (
+        torch(GPU, sees_gpu=False),
+        "error",
+        "driver",
+        "cannot use it",
+        ("nvidia-smi", "unset CUDA_VISIBLE_DEVICES"),
+    ),
+    "a GPU for which torch has no code": (
+        replace(GPU, gpus=(Gpu("Tesla V100", "sm_70", "580.1"),)),
+        "error",
+        "torch",
+        "torch 2.11.0+cu130 holds no code for sm_70",
+        (f"{PY} -m pip install --upgrade torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130",),
+    ),
+    "triton of another torch": (
+        packages(GPU, triton="3.5.1"),
+        "error",
+        "triton",
+        "triton 3.5.1 does not belong to torch 2.11.0+cu130, which wants triton 3.6.0",
+        (f"{PY} -m pip install triton==3.6.0",),
+    ),
+    "an old Python": (replace(CPU, python=(3, 10, 1)), "error", "python", "Python 3.10.1: FBGEMM", ("python3.13 -m venv .venv",)),
+    "a new Python": (replace(CPU, python=(3, 14, 0)), "warning", "python", "wheels for 3.11 to 3.13 only", ("python3.13 -m venv .venv",)),
+    "a broken plug-in": (
+        replace(CPU, plugins=({"name": "acme", "version": "1.0", "state": "broken", "reason": "OSError: gone"},)),
+        "error",
+        "acme",
+        "plug-in acme 1.0 cannot be used: OSError: gone",
+        (f"{PY} -m pip install --upgrade acme",),
+    ),
+    "plug-ins in conflict": (
+        replace(CPU, plugins=({"name": "acme", "version": "1.0", "state": "conflict", "reason": "metric 'ne' is offered by bolt too"},)),
+        "error",
+        "acme",
+        "metric 'ne' is offered by bolt too",
+        (f"{PY} -m pip uninstall -y acme",),
+    ),
+    "plug-ins that cannot be listed": (replace(CPU, plugin_error="two entry points"), "error", "plugins", "two entry points", ()),
+    "little shared memory": (
+        replace(GPU, gpus=(H100, H100), shm_bytes=64 << 20),
+        "warning",
+        "shared memory",
+        "/dev/shm holds 64 MiB",
+        ("mount -o remount,size=8G /dev/shm",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_alone_with_its_cure(name: str):
+    env, level, subject, words, cure = FAULTS[name]
+    (finding,) = diagnose(env)
+    assert (finding.level, finding.subject, finding.cure) == (level, subject, cure)
+    assert words in finding.message
+
+
+def test_a_wheel_without_code_for_the_gpu():
+    bare = packages(GPU, fbgemm_gpu="1.7.0", torchrec=None, triton=None)
+    env = torch(replace(bare, gpus=(Gpu("NVIDIA B300", "sm_103", "590.10"),)), version="2.12.0+cu130")
+    untested, finding = diagnose(env)
+    assert untested.level == "warning"
+    assert (finding.level, finding.subject) == ("error", "fbgemm")
+    assert finding.message.startswith("fbgemm-gpu 1.7.0 holds no code for sm_103 and no PTX")
+    assert finding.cure == (f"{PY} -m pip install torch==2.13.0 fbgemm-gpu==1.8.0",)
+
+
+@pytest.mark.parametrize(
+    ("arch", "archs", "covered"),
+    [
+        ("sm_90", ("sm_90",), True),
+        ("sm_89", ("sm_80",), True),
+        ("sm_80", ("sm_89",), False),
+        ("sm_90", ("sm_80",), False),
+        ("sm_90", ("compute_80",), True),
+        ("sm_103", ("sm_100",), True),
+        ("sm_103", ("sm_100a",), False),
+        ("sm_90", ("sm_90a",), True),
+        ("sm_120", ("sm_100", "compute_120"), True),
+    ],
+)
+def test_which_code_runs_where(arch: str, archs: tuple[str, ...], covered: bool):
+    assert doctor._covered(arch, archs) is covered
+
+
+def test_this_installation_is_read(monkeypatch: pytest.MonkeyPatch):
+    report = doctor.examine()
+    env = report.environment
+    assert env.python == sys.version_info[:3]
+    assert env.torch is not None
+    assert env.torch.version == __import__("torch").__version__
+    assert env.packages["torch"].partition("+")[0] == env.torch.version.partition("+")[0]
+    assert "gem-core" in {p["name"] for p in env.plugins}
+    assert not [f for f in report.findings if f.subject == "torch" and f.level == "error"]
+
+
+def test_report_as_json():
+    report = Report(CPU, (Finding("warning", "x", "y", ("z",)),))
+    assert report.ok
+    read = json.loads(report.as_json())
+    assert read["ok"] is True
+    assert read["findings"] == [{"level": "warning", "subject": "x", "message": "y", "cure": ["z"]}]
+    assert read["packages"]["torchrec"] == "1.8.0"
+    assert not Report(CPU, (Finding("error", "x", "y"),)).ok

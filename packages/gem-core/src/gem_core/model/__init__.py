@@ -19,7 +19,7 @@ _LAZY = {
     "TableState": "gem_core.model.contract",
     "Tables": "gem_core.model.contract",
     "deferred_tables": "gem_core.model.tables",
-    "model_flops": "gem_core.model.flops",
+    "ModelFlops": "gem_core.model.flops",
     "preset": "gem_core.model.presets",
     "task_loss": "gem_core.model.loss",
 }

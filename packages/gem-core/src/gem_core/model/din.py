@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from gem_core.errors import ConfigError
 from gem_core.model.config import DinConfig
 from gem_core.model.contract import ModelOutput, TableSet
 from gem_core.model.embedding import Embedded, EventFields, dense_columns, sample_vector
+from gem_core.model.flops import ModelFlops, din_flops, history_lengths
 from gem_core.model.rows import Rows
 from gem_core.model.tables import LocalTables, sequence_of, sparse_group, table_set
 
@@ -129,3 +130,11 @@ class Din(nn.Module):
             parts.append(dense_columns(batch, self.dense_names))
         x = torch.cat(parts, 1)
         return ModelOutput(torch.cat([head(x) for head in self.heads], 1).float(), self.task_names)
+
+    def flops(self, batch: Batch) -> dict[str, int]:
+        """Training FLOPs of a batch on the host, by part."""
+        return self.count_flops(history_lengths(batch), batch.size).by_part_training
+
+    def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
+        """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
+        return din_flops(self, lengths, batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ from gem_core.model.config import GemConfig, SequenceConfig
 from gem_core.model.contract import ModelOutput, TableSet
 from gem_core.model.embedding import Embedded, EventTokens, FeatureTokens
 from gem_core.model.experts import SummedExperts
+from gem_core.model.flops import ModelFlops, gem_flops, history_lengths
 from gem_core.model.heads import Heads
 from gem_core.model.layers import Gate, TokenMix
 from gem_core.model.pooling import Pooling
@@ -104,13 +106,12 @@ class GemLayer(nn.Module):
                 if c.summary_tokens
             }
         )
-        pooled = sum(c.summary_tokens for c in towers.values())
         summary = config.interaction.summary
+        self.own, self.pooled = summary or tokens, sum(c.summary_tokens for c in towers.values())
         self.mix = TokenMix(tokens, summary) if summary is not None else None
-        self.gates = nn.ModuleList(Gate(config.dim) for _ in range(2)) if config.gates and pooled else None
-        self.interaction = SummedExperts(
-            (summary or tokens) + pooled, config.dim, config.interaction, norm=config.norm, dropout=config.dropout
-        )
+        self.gates = nn.ModuleList(Gate(config.dim) for _ in range(2)) if config.gates and self.pooled else None
+        n = self.own + self.pooled
+        self.interaction = SummedExperts(n, config.dim, config.interaction, norm=config.norm, dropout=config.dropout)
 
     def forward(self, x: Tensor, histories: dict[str, History]) -> tuple[Tensor, dict[str, History]]:
         histories = {
@@ -176,6 +177,14 @@ class Gem(nn.Module):
             if i == 0 and self.training:
                 aux = {f"next_event.{name}": self._next_event(name, histories[name]) for name in self.next_event}
         return ModelOutput(self.heads(x), self.task_names, aux)
+
+    def flops(self, batch: Batch) -> dict[str, int]:
+        """Training FLOPs of a batch on the host, by part."""
+        return self.count_flops(history_lengths(batch), batch.size).by_part_training
+
+    def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
+        """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
+        return gem_flops(self, lengths, batch_size)
 
     def _next_event(self, name: str, history: History) -> Tensor:
         rows, extra = history.event_rows, history.rows.cls + int(history.rows.candidate)

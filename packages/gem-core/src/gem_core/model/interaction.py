@@ -17,7 +17,7 @@ class FactorizationMachine(nn.Module):
 
     def __init__(self, n: int, out: int, dim: int, *, rank: int = 8, hidden: int = 128, norm: NormKind = "layer", dropout: float = 0.0):
         super().__init__()
-        self.out, self.dim = out, dim
+        self.tokens, self.out, self.dim = n, out, dim
         self.project = nn.Parameter(torch.empty(n, rank)) if rank else None
         self.norm = Norm(n * (rank or n), norm, affine=True)
         self.mlp = Mlp(n * (rank or n), (hidden, out * dim), dropout=dropout)
@@ -49,7 +49,7 @@ class Wukong(nn.Module):
 
 
 class Cross(nn.Module):
-    """DCNv2 over the flattened tokens: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``, W full or ``U V^T``; then a linear map to ``out`` tokens."""
+    """DCNv2 over the flattened tokens, then a linear map: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``, W full or ``U V^T``."""
 
     def __init__(self, n: int, out: int, dim: int, config: CrossConfig | None = None) -> None:
         super().__init__()

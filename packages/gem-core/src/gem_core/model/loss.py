@@ -68,7 +68,7 @@ def task_loss(
 
 
 def batch_total(batch: Batch) -> Tensor | float:
-    """What this batch adds to ``total``: its sample count, or the sum of its per-sample weights (of ``weights [B, T]``: their mean over T)."""
+    """What this batch adds to ``total``: its sample count, or the sum of ``weights [B]`` (of ``weights [B, T]``: of their means over T)."""
     if batch.weights is None:
         return float(batch.size)
     weights = batch.weights if batch.weights.dim() == 1 else batch.weights.mean(1)

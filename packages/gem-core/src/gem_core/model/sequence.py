@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,7 +13,19 @@ from gem_core.model.config import AttentionKind, NormKind, PffnConfig, SequenceC
 from gem_core.model.layers import FeedForward, NormLinear, TokenMix
 from gem_core.model.rows import Rows
 
-Rotary = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables ``cos``, ``sin`` ``[P, D/2]`` fp32; ``rows [N]`` names each row's entry, None: the row's position within its sample."""
+
+    cos: Tensor
+    sin: Tensor
+    rows: Tensor | None = None
+
+    def of(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of each row, ``[N, D/2]``."""
+        place = rows.position if self.rows is None else self.rows
+        return self.cos[place], self.sin[place]
 
 
 class Pffn(nn.Module):
@@ -58,7 +72,7 @@ class SelfAttention(nn.Module):
     "full": every row sees its sample; "causal": earlier rows and itself; "window": rows at most ``window`` away; "causal_window": both;
     "block": rows of the same ``block`` consecutive rows, counted from the sample's start. The candidate's row sees the history (in a
     window: its newest part) and itself, no history row sees it; CLS rows see and are seen by all history rows.
-    ``rotary = (cos, sin)``, each ``[N, D/2]``, turns queries and keys (values too in block attention) by each row's own angles.
+    ``rotary`` turns queries and keys, and in block attention the values too.
     """
 
     def __init__(
@@ -78,11 +92,14 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q, k = ops.norm(q), ops.norm(k)
         if self.kind == "block":
-            turn = {} if rotary is None else {"rotary": rotary, "rotary_rows": torch.arange(rows.count, device=s.device)}
-            o = ops.block_attention(q, k, v, rows.offsets, block_size=self.block, **turn)
+            turn = None if rotary is None else (rotary.cos, rotary.sin)
+            o = ops.block_attention(
+                q, k, v, rows.offsets, block_size=self.block, rotary=turn, rotary_rows=None if rotary is None else rotary.rows
+            )
         else:
             if rotary is not None:
-                q, k = rotate(q, *rotary), rotate(k, *rotary)
+                cos, sin = rotary.of(rows)
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             o = ops.jagged_attention(
                 q, k, v, rows.offsets, max_q_len=rows.max_length, causal=self.causal, window=self.window,
                 num_targets=rows.num_targets, context_len=rows.context_len,
@@ -143,17 +160,18 @@ class NextEvent(nn.Module):
 
 
 def rotary_angles(rows: Rows, head_dim: int, kind: str, base: float = 10000.0) -> Rotary:
-    """(cos, sin), each ``[N, head_dim / 2]`` fp32: angle ``t * base ** (-2 i / head_dim)`` with t the row's position ("position") or its
-    log age ("time", ROTE)."""
+    """Angles ``t * base ** (-2 i / head_dim)`` with t the row's position ("position") or its log age ("time", ROTE)."""
     pairs = torch.arange(0, head_dim, 2, device=rows.offsets.device, dtype=torch.float32)
+    own = None
     if kind == "time":
         if rows.ages is None:
             raise ValueError("rotary angles from time need rows.ages")
-        place = rows.ages
+        place, own = rows.ages, torch.arange(rows.count, device=rows.offsets.device)
     else:
-        place = rows.position.float()
+        longest = rows.count if rows.max_length is None else rows.max_length
+        place = torch.arange(longest, device=rows.offsets.device, dtype=torch.float32)
     angles = torch.outer(place, base ** (-pairs / head_dim))
-    return angles.cos(), angles.sin()
+    return Rotary(angles.cos(), angles.sin(), own)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

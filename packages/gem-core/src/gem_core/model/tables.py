@@ -129,7 +129,7 @@ def event_ids(batch: Batch, path: str) -> Jagged:
 
 @contextmanager
 def deferred_tables() -> Iterator[None]:
-    """Inside, `LocalTables` allocate nothing (meta device) until `LocalTables.materialise`: for models whose tables another strategy holds."""
+    """Inside, new `LocalTables` allocate nothing until `LocalTables.materialise`: for models whose tables a strategy will hold."""
     token = _DEFERRED.set(True)
     try:
         yield

@@ -1,0 +1,182 @@
+"""Model FLOPs by part: the work that the definition of the model asks for, from true lengths.
+
+A linear map counts 2 M N K forward, attention ``gem_core.ops.attention_flops`` of its attended pairs. Training counts forward and
+backward: 3 times the linear maps, 3.5 times the attention. Embedding reads, norms, activations and whatever is recomputed count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.batch import Batch
+from gem_core.model.config import SequenceConfig
+from gem_core.model.embedding import TokenProjection
+from gem_core.model.interaction import Dot, FactorizationMachine
+from gem_core.model.layers import TokenMix
+from gem_core.ops import attended_pairs, attention_flops, block_pairs
+
+if TYPE_CHECKING:
+    from gem_core.model.din import Din
+    from gem_core.model.gem import Gem
+    from gem_core.model.pooling import Pooling
+    from gem_core.model.sequence import SequenceBlock
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Forward FLOPs of one batch by part, split into linear maps and attention; ``auxiliary`` are linear maps of training only."""
+
+    gemm: Mapping[str, int]
+    attention: Mapping[str, int] = field(default_factory=dict)
+    auxiliary: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Forward FLOPs of each part."""
+        return {p: self.gemm.get(p, 0) + self.attention.get(p, 0) for p in dict.fromkeys((*self.gemm, *self.attention))}
+
+    @property
+    def by_part_training(self) -> dict[str, int]:
+        """FLOPs of forward and backward of each part, those of training only under "auxiliary"."""
+        parts = {p: 3 * self.gemm.get(p, 0) + 7 * self.attention.get(p, 0) // 2 for p in self.parts}
+        return {**parts, "auxiliary": 3 * self.auxiliary} if self.auxiliary else parts
+
+    @property
+    def forward(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def training(self) -> int:
+        return sum(self.by_part_training.values())
+
+
+class FlopCount:
+    """Adds up `ModelFlops` part by part."""
+
+    def __init__(self) -> None:
+        self.gemm: dict[str, int] = {}
+        self.attention: dict[str, int] = {}
+        self.auxiliary = 0
+
+    def linear(self, part: str, module: nn.Module | None, rows: int, width: int = 0) -> None:
+        """``module`` applied to ``rows`` rows (samples, where it works on whole samples with tokens of ``width``)."""
+        self.gemm[part] = self.gemm.get(part, 0) + rows * linear_flops(module, width)
+
+    def attend(self, part: str, pairs: int, heads: int, head_dim: int) -> None:
+        self.attention[part] = self.attention.get(part, 0) + attention_flops(int(pairs), heads, head_dim, head_dim)
+
+    def total(self) -> ModelFlops:
+        return ModelFlops(self.gemm, self.attention, self.auxiliary)
+
+
+def linear_flops(module: nn.Module | None, width: int = 0) -> int:
+    """Forward FLOPs of the linear maps inside ``module`` for one row, or one sample where the module works on whole samples.
+
+    ``width`` is the token width, which a `TokenMix` does not know itself.
+    """
+    if module is None:
+        return 0
+    if isinstance(module, nn.Linear):
+        return 2 * module.in_features * module.out_features
+    if isinstance(module, TokenMix):
+        return 2 * module.weight.numel() * width
+    if isinstance(module, TokenProjection):
+        return 2 * module.weight.numel()
+    if isinstance(module, FactorizationMachine):
+        n = module.tokens
+        products = 2 * n * n * module.dim if module.project is None else 4 * n * module.project.shape[1] * module.dim
+        return products + linear_flops(module.mlp)
+    if isinstance(module, Dot):
+        return 2 * module.n * module.n * module.dim + linear_flops(module.mlp)
+    return sum(linear_flops(child, width) for child in module.children())
+
+
+def history_lengths(batch: Batch) -> dict[str, Tensor]:
+    """Events of each history, ``[B]``."""
+    return {name: group.lengths for name, group in batch.sequences.items()}
+
+
+def gem_flops(model: Gem, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
+    """FLOPs of a `Gem` on ``batch_size`` samples whose histories have ``lengths[name] [B]`` events."""
+    count, dim, b = FlopCount(), model.config.dim, batch_size
+    count.linear("features", model.features, b, dim)
+    rows = {}
+    for name, c in model.towers.items():
+        entry, events = model.entries[name], int(lengths[name].sum())
+        rows[name] = events + b * (c.cls + int(c.candidate))
+        compared = b if entry.asks and entry.events.fields.target else 0
+        count.linear("events", entry.events.maps, events + compared)
+        if entry.summary is not None:
+            mix, project = entry.summary
+            count.linear("events", mix, b, dim)
+            count.linear("events", project, b * mix.weight.shape[0])
+        if name in model.next_event:
+            auxiliary = model.next_event[name]
+            count.auxiliary += max(0, events - 1) * (linear_flops(auxiliary.map) + 2 * auxiliary.negatives * c.dim)
+    for layer in model.layers:
+        for name, block in layer.blocks.items():
+            _block_flops(count, block, model.towers[name], rows[name], lengths[name], b, dim)
+        for name, pool in layer.pools.items():
+            _pooling_flops(count, pool, model.towers[name], rows[name], b)
+        count.linear("interaction", layer.mix, b, dim)
+        if layer.gates is not None:
+            count.linear("interaction", layer.gates[0], b * layer.own)
+            count.linear("interaction", layer.gates[1], b * layer.pooled)
+        count.linear("interaction", layer.interaction, b, dim)
+    count.linear("heads", model.heads, b, dim)
+    return count.total()
+
+
+def _block_flops(count: FlopCount, block: SequenceBlock, c: SequenceConfig, rows: int, lengths: Tensor, b: int, token_dim: int) -> None:
+    if block.pffn is not None:
+        count.linear("pffn", block.pffn.mix, b, token_dim)
+        count.linear("pffn", block.pffn.kv, b * block.pffn.keys)
+        count.linear("pffn", block.pffn.q, rows)
+        count.linear("pffn", block.pffn.out, rows)
+        count.attend("pffn", rows * block.pffn.keys, c.heads, c.width)
+    if block.attention is not None:
+        count.linear("attention", block.attention, rows)
+        count.attend("attention", attention_pairs(block.attention.kind, c, lengths), c.heads, c.width)
+    count.linear("ffn", block.ffn, rows)
+
+
+def _pooling_flops(count: FlopCount, pool: Pooling, c: SequenceConfig, rows: int, b: int) -> None:
+    if pool.attention is not None:
+        read = c.pooling.seeds + c.pooling.candidate_queries
+        count.linear("pooling", pool.attention.kv, rows)
+        count.linear("pooling", pool.attention.queries, b)
+        count.attend("pooling", rows * read, c.heads, c.width)
+        count.linear("pooling", pool.attention.out, b * read)
+    count.linear("pooling", pool.rows, b * (pool.count - c.pooling.seeds - c.pooling.candidate_queries))
+
+
+def din_flops(model: Din, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
+    """FLOPs of a `Din`: the activation units on every event, the interests' weighted sums, the heads on every sample."""
+    count = FlopCount()
+    for name, history in model.histories.items():
+        events = int(lengths[name].sum())
+        count.linear("attention", history.unit, events)
+        count.gemm["attention"] += 2 * events * history.width
+    count.linear("heads", model.heads, batch_size)
+    return count.total()
+
+
+def attention_pairs(kind: str, c: SequenceConfig, lengths: Tensor) -> int:
+    """Attended pairs of self-attention of one kind over histories of ``lengths [B]`` events, CLS and candidate rows included."""
+    rows = lengths + c.cls + int(c.candidate)
+    if kind == "block":
+        return int(block_pairs(rows, c.block).sum())
+    pairs = attended_pairs(
+        rows,
+        rows,
+        num_targets=torch.ones_like(rows) if c.candidate else None,
+        context_len=torch.full_like(rows, c.cls) if c.cls else None,
+        causal=kind in ("causal", "causal_window"),
+        window=(c.window, c.window) if kind in ("window", "causal_window") else None,
+    )
+    return int(pairs.sum())

@@ -8,6 +8,7 @@ import pickle
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,8 @@ class ToyModel(FrozenConfig):
     widths: tuple[int, ...] = (8, 4)
     dropout: float | None = None
     tower: Tower = Tower()
+    side: Tower | Literal[False] = False
+    kinds: Literal["full", "window"] | tuple[Literal["full", "window"], ...] = "full"
 
 
 class Rows(FrozenConfig):
@@ -235,7 +238,9 @@ def test_options_of_plugins_are_typed(write):
     resolved = resolve(config)
     assert resolved.source == Rows(rows=100)
     assert resolved.sparse == Clock(every=2)
-    assert resolved.config.model.options() == {"layers": 2, "widths": [8, 4], "tower": {"depth": 4, "kind": "plain"}}
+    assert resolved.config.model.options() == {
+        "layers": 2, "widths": [8, 4], "tower": {"depth": 4, "kind": "plain"}, "side": False, "kinds": "full",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -244,6 +249,11 @@ def test_options_of_plugins_are_typed(write):
         ("model.layerz=1", r"unknown key model\.layerz\n.*did you mean model\.layers\?"),
         ("model.depth=1", r"unknown key model\.depth\n.*\n.*there is model\.tower\.depth"),
         ("model.layers=0", r"model\.layers = 0: input should be greater than 0"),
+        ("model.side.dept=1", r"^unknown key model\.side\.dept\n.*\n.*did you mean model\.side\.depth\?$"),
+        ("model.side.depth=x", r'^model\.side\.depth = "x": input should be a valid integer'),
+        ("model.side=3", r"^model\.side = 3: input should be a table or input should be False\n"),
+        ("model.kinds=ful", r"^model\.kinds = \"ful\": input should be 'full' or 'window' or input should be a valid (array|tuple)\n"),
+        ("model.kinds=['full', 'windo']", r"^model\.kinds\.1 = \"windo\": input should be 'full' or 'window'"),
         ("data.rows.rows=x", r'data\.rows\.rows = "x": input should be a valid integer'),
         ("train.callbacks.clock.evry=1", r"unknown key train\.callbacks\.clock\.evry"),
         ("parallel.here.every=1.5", r"parallel\.here\.every = 1\.5"),

@@ -6,8 +6,9 @@ import difflib
 import json
 import re
 import tomllib
+import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -92,18 +93,72 @@ def validate(config_type: type[BaseModel], data: Mapping[str, Any], at: Path, or
         # JSON mode is strict about types but takes TOML's arrays as tuples.
         return config_type.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        faults = [_Fault(config_type, data, at, origin, e) for e in error.errors(include_url=False)]
+        faults = [_Fault(config_type, at, origin, e) for e in _of_one_branch(config_type, error.errors(include_url=False))]
     if len(faults) == 1:
         raise ConfigError(faults[0].what, where=faults[0].where, fix=faults[0].fix)
     listing = "\n".join(f"  {i}. {f.what}\n     at {f.where}" + (f"; {f.fix}" if f.fix else "") for i, f in enumerate(faults, start=1))
     raise ConfigError(f"{len(faults)} faults in the configuration:\n{listing}")
 
 
+def _of_one_branch(config_type: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
+    """``errors`` with the paths that a person wrote, and for a key that may hold several types only what concerns the likeliest one.
+
+    Pydantic reports every type of a union and puts its name into the path; the likeliest is the one that got deepest. Where none got
+    into the value, the messages are joined.
+    """
+    plain: list[dict[str, Any]] = []
+    unions: dict[Path, dict[str, list[dict[str, Any]]]] = {}
+    for error in errors:
+        loc, union, branch = _written_loc(config_type, tuple(map(str, error["loc"])))
+        told = {**error, "loc": loc}
+        if union is None:
+            plain.append(told)
+        else:
+            unions.setdefault(union, {}).setdefault(branch, []).append(told)
+    for union, branches in unions.items():
+        deepest = max(branches.values(), key=lambda found: max(len(e["loc"]) for e in found))
+        if max(len(e["loc"]) for e in deepest) > len(union):
+            plain += deepest
+        else:
+            messages = [e["msg"] if i == 0 else _lower(e["msg"]) for i, found in enumerate(branches.values()) for e in found]
+            plain.append({**deepest[0], "type": "union", "msg": " or ".join(messages)})
+    return plain
+
+
+def _written_loc(annotation: Any, loc: Path) -> tuple[Path, Path | None, str]:
+    """``loc`` without names of union members; path of the first union on the way, if any, and the member's name there."""
+    written: list[str] = []
+    union: Path | None = None
+    branch = ""
+    for part in loc:
+        members = [m for m in typing.get_args(annotation) if m is not type(None)] if _is_union(annotation) else []
+        if len(members) == 1:
+            annotation = members[0]
+        elif members:
+            if union is None:
+                union, branch = tuple(written), part
+            annotation = next((m for m in members if getattr(m, "__name__", None) == part), None)
+            continue
+        written.append(part)
+        arguments = typing.get_args(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = annotation.model_fields[part].annotation if part in annotation.model_fields else None
+        elif typing.get_origin(annotation) is dict:
+            annotation = arguments[1]
+        else:
+            annotation = arguments[0] if arguments else None
+    return tuple(written), union, branch
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
 class _Fault:
     """One of pydantic's errors, in the words of a person who wrote TOML."""
 
-    def __init__(self, config_type: type[BaseModel], data: Mapping[str, Any], at: Path, origin: Origin, error: Any) -> None:
-        loc = tuple(str(part) for part in error["loc"])
+    def __init__(self, config_type: type[BaseModel], at: Path, origin: Origin, error: Any) -> None:
+        loc: Path = error["loc"]
         path = at + loc
         dotted = ".".join(path)
         self.where = origin.where(_written(path))

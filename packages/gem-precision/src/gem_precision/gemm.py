@@ -1,0 +1,204 @@
+"""Quantised matrix products: quantise an operand along its K, then multiply with one of three back ends.
+
+``emulated`` decodes both operands and multiplies in bf16 or fp32 (exact for E4M3 x 2^e: four significant bits); it runs anywhere and is
+what the others are tested against. ``torch`` is cuBLAS through ``torch._scaled_mm``. ``triton`` is this package's ``tl.dot_scaled`` kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gem_core.errors import OpError
+from gem_core.ops.contract import YES, Supported, no
+from gem_precision.formats import FP8, MX, quantize_fp8, quantize_mx, swizzle_scales
+from gem_precision.formats.random import draw_seed, random_bits
+from gem_precision.hadamard import random_hadamard
+from gem_precision.policy import Gemm, Operand
+
+Quantised = MX | FP8
+
+
+def quantise(
+    x: Tensor,
+    operand: Operand,
+    *,
+    along: int = 1,
+    hadamard: int | None = None,
+    hadamard_seed: int = 0,
+    generator: torch.Generator | None = None,
+) -> Quantised:
+    """Matrix ``x`` as the operand ``[rows, K]``, K being dim ``along`` of x (0: the result is of x transposed)."""
+    if hadamard is not None:
+        # fp32, so that the quotient is rounded once
+        wide = x.to(torch.float32)
+        x, along = random_hadamard(wide if along == 1 else wide.t(), hadamard, hadamard_seed), 1
+    block = operand.block if along == 1 else (operand.block[1], operand.block[0])
+    if operand.format == "mx":
+        q: Quantised = quantize_mx(
+            x, elem=operand.elem, block=block, scale_rule=operand.scale_rule, rounding=operand.rounding, generator=generator
+        )
+    else:
+        bits = None
+        if operand.rounding == "stochastic":
+            bits = random_bits(draw_seed(generator, x.device), tuple(x.shape))
+        q = quantize_fp8(x, elem=operand.elem, block=block, random_bits=bits)
+    return q if along == 1 else q.transpose()
+
+
+def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``a [M, K] @ b [N, K]^T`` with bf16 operands and fp32 accumulation."""
+    a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    return _accumulate(a, b, out_dtype)
+
+
+def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if a.is_cuda:
+        if out_dtype == torch.bfloat16:
+            return torch.mm(a, b.t())
+        return torch.mm(a, b.t(), out_dtype=torch.float32).to(out_dtype)
+    return torch.mm(a.float(), b.float().t()).to(out_dtype)
+
+
+def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "auto") -> Tensor:
+    """``a [M, K] @ b [N, K]^T`` of quantised operands, accumulated in fp32.
+
+    :raises OpError: the named back end cannot do it.
+    """
+    if backend == "auto":
+        backend = next(name for name in _ORDER if supports(name, a, b))
+    else:
+        answer = supports(backend, a, b)
+        if not answer:
+            raise OpError(
+                f"back end {backend!r} cannot multiply {_say(a)} by {_say(b)}: {answer.reason}",
+                where="backend",
+                fix='choose backend = "auto" or "emulated"',
+            )
+    if backend == "torch":
+        return _scaled_mm(a, b, out_dtype)
+    if backend == "triton":
+        from gem_precision.kernels.scaled_gemm import scaled_gemm
+
+        return scaled_gemm(a, b, out_dtype)
+    return _emulated(a, b, out_dtype)
+
+
+_ORDER = ("torch", "triton", "emulated")
+_MX_STRIPS = ((1, 32), (32, 32))
+
+
+def strip_scales(q: MX) -> Tensor:
+    """Scale bytes ``[rows, ceil(K/32)]``, one a strip of 1x32, also of an operand in squares of 32x32."""
+    return q.scales if q.block[0] == 1 else q.scales.repeat_interleave(32, dim=0)[: q.shape[0]]
+
+
+def supports(backend: str, a: Quantised, b: Quantised) -> Supported:
+    """Whether a back end multiplies these operands on their device; the reason where it does not."""
+    if backend == "emulated":
+        return YES
+    if backend not in _ORDER:
+        raise OpError(f"there is no back end called {backend!r}", where="backend", fix=f"choose one of auto, {', '.join(_ORDER)}")
+    device = a.data.device
+    if type(a) is not type(b):
+        return no("the operands are of different families")
+    if device.type != "cuda":
+        return no(f"the tensors are on {device.type}")
+    arch = _arch(device)
+    if backend == "torch":
+        return _torch_supports(a, b, arch)
+    if not isinstance(a, MX):
+        return no("the kernel takes MX operands")
+    from gem_precision.kernels import triton_installed
+
+    if not triton_installed():
+        return no("triton is not installed")
+    if a.block not in _MX_STRIPS or b.block not in _MX_STRIPS:
+        return no(f"the kernel takes blocks of 1x32 along K, got {a.block} and {b.block}")
+    if a.elem not in ("e4m3", "e5m2") or b.elem not in ("e4m3", "e5m2"):
+        return no("the kernel takes 8-bit elements")
+    if arch < 100:
+        return no(f"sm_{arch} has no block-scaled instructions: the kernel would emulate them more slowly than a bf16 GEMM")
+    return YES
+
+
+def _torch_supports(a: Quantised, b: Quantised, arch: int) -> Supported:
+    k, n = a.shape[1], b.shape[0]
+    if a.elem == b.elem == "e5m2":
+        return no("cuBLAS has no E5M2 x E5M2")
+    if k % 16 or n % 16:
+        return no(f"K = {k} and N = {n} must be multiples of 16")
+    if isinstance(a, MX):
+        if arch < 100:
+            return no(f"block-scaled MX needs sm_100, this is sm_{arch}")
+        if a.block not in _MX_STRIPS or b.block not in _MX_STRIPS or k % 32:
+            return no("needs blocks of 1x32 or 32x32 and K a multiple of 32")
+        return YES if a.elem == b.elem == "e4m3" else no("needs E4M3")
+    blocks = a.block, b.block
+    if blocks == ((1, 0), (1, 0)):
+        return YES if arch >= 89 else no(f"FP8 needs sm_89, this is sm_{arch}")
+    if blocks in (((1, 128), (128, 128)), ((1, 128), (1, 128))):
+        if arch != 90:
+            return no(f"blocks of 128 are for sm_90, this is sm_{arch}")
+        return YES if k % 128 == 0 else no(f"K = {k} must be a multiple of 128")
+    return no(f"no kernel for the blocks {blocks}")
+
+
+def _arch(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _say(q: Quantised) -> str:
+    return f"{type(q).__name__} {q.elem} {q.block} {tuple(q.shape)} on {q.data.device}"
+
+
+def _emulated(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
+    narrow = a.data.is_cuda and isinstance(a, MX) and isinstance(b, MX)
+    # E8M0 x a few bits is exact in bf16; fp32 scales are not, so FP8 is decoded to fp32
+    if narrow:
+        return _accumulate(a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16), out_dtype)
+    return torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()).to(out_dtype)
+
+
+def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
+    left, right = a.data.contiguous(), b.data.contiguous().t()
+    if isinstance(a, MX):
+        scale_a = swizzle_scales(strip_scales(a)).view(torch.float8_e8m0fnu)
+        scale_b = swizzle_scales(strip_scales(b)).view(torch.float8_e8m0fnu)
+    elif a.block == (1, 0):
+        scale_a, scale_b = a.scales.contiguous(), b.scales.contiguous().t()
+    else:
+        # strips want the rows innermost, squares want K innermost, padded to four
+        scale_a = a.scales.t().contiguous().t()
+        scale_b = (_pad_to_four(b.scales) if b.block == (128, 128) else b.scales.t().contiguous().t()).t()
+    kernel_dtype = torch.bfloat16 if isinstance(a, FP8) and a.block == (1, 0) else out_dtype
+    return torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=kernel_dtype).to(out_dtype)
+
+
+def _pad_to_four(scales: Tensor) -> Tensor:
+    rows, columns = scales.shape
+    padded = scales.new_zeros(rows, (columns + 3) // 4 * 4)
+    padded[:, :columns] = scales
+    return padded[:, :columns]
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    how: Gemm,
+    out_dtype: torch.dtype,
+    *,
+    a_along: int = 1,
+    b_along: int = 1,
+    backend: str = "auto",
+    hadamard_seed: int = 0,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Quantised | None, Quantised | None]:
+    """Quantise and multiply; also returns the quantised operands (None in bf16)."""
+    if how.a is None or how.b is None:
+        return high_precision_gemm(a if a_along == 1 else a.t(), b if b_along == 1 else b.t(), out_dtype), None, None
+    options = {"hadamard": how.hadamard, "hadamard_seed": hadamard_seed, "generator": generator}
+    qa = quantise(a, how.a, along=a_along, **options)  # type: ignore[arg-type]
+    qb = quantise(b, how.b, along=b_along, **options)  # type: ignore[arg-type]
+    return gemm(qa, qb, out_dtype, backend), qa, qb

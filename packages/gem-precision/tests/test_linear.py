@@ -1,0 +1,260 @@
+"""Linear and grouped linear: SQNR floors, exactness of the emulation, policies, autograd plumbing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gem_core.errors import ConfigError, OpError
+from gem_precision.formats import quantize_fp8, quantize_mx
+from gem_precision.gemm import gemm, quantise, supports
+from gem_precision.linear import GroupedLinear, convert_linear, grouped_linear, low_precision_linear, restore_linear
+from gem_precision.policy import BF16, Gemm, LinearPolicy, Operand, fp8_linear, mx_linear
+from gem_precision.site import Site, linear_levels, measure
+
+POLICIES = {
+    "mxfp8": mx_linear(),
+    "mxfp8-squares": mx_linear(weight_block=(32, 32)),
+    "mxfp8-rht-sr": mx_linear(stochastic_gradients=True, hadamard=16),
+    "mxfp8-rht32": mx_linear(hadamard=32),
+    "mxfp8-wgrad-bf16": mx_linear(wgrad=False),
+    "fp8-rowwise": fp8_linear("rowwise"),
+    "fp8-block": fp8_linear("block"),
+}
+
+
+def sqnr(reference: Tensor, got: Tensor) -> float:
+    reference = reference.double()
+    return float(10 * torch.log10(reference.square().sum() / (reference - got.double()).square().sum()))
+
+
+def run(policy: LinearPolicy, m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(m + k + n)
+    x = torch.randn(m, k, generator=generator).to(dtype).requires_grad_()
+    w = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype).requires_grad_()
+    g = torch.randn(m, n, generator=generator).to(dtype)
+    y = low_precision_linear(x, w, None, Site("test", "linear", [("p", policy)], generator=torch.Generator().manual_seed(1)))
+    y.backward(g)
+    xd, wd, gd = x.detach().double(), w.detach().double(), g.double()
+    return {"y": sqnr(xd @ wd.t(), y.detach()), "dx": sqnr(gd @ wd, x.grad), "dw": sqnr(gd.t() @ xd, w.grad)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("shape", [(256, 256, 128), (300, 96, 70), (33, 512, 40)])
+def test_sqnr_floors(name, shape, dtype):
+    """Forward >= 26 dB, dX >= 25, dW >= 24, >= 34 with wgrad in bf16. Stochastic rounding doubles the noise of an operand's gradient
+    (uniform over a whole step): 25 - 10 log10(5/2) for GEMMs with one such operand."""
+    found = run(POLICIES[name], *shape, dtype)
+    stochastic = 10 * math.log10(5 / 2) if name == "mxfp8-rht-sr" else 0.0
+    assert found["y"] >= 26
+    assert found["dx"] >= 25 - stochastic
+    assert found["dw"] >= (34 if name == "mxfp8-wgrad-bf16" else 24 - stochastic)
+
+
+def test_emulation_is_the_product_of_decoded_operands():
+    """To the last bit where every product and sum is exact: small integers times powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (64, 96), generator=generator).float()
+    w = torch.randint(-8, 9, (32, 96), generator=generator).float() / 64
+    got = gemm(quantize_mx(x), quantize_mx(w), torch.float32)
+    assert torch.equal(got, x @ w.t())
+
+
+def test_each_gemm_quantises_along_its_own_k():
+    """Rows of x with very different sizes: wgrad, which contracts over the rows, must share scales down the columns."""
+    site = Site("s", "linear", [("mxfp8", mx_linear())], sampling=True)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    g = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+    low_precision_linear(x, w, None, site).backward(g)
+    x0, w0 = x.detach(), w.detach()
+    wanted_y = quantize_mx(x0).dequantize() @ quantize_mx(w0).dequantize().t()
+    wanted_dx = quantize_mx(g).dequantize() @ quantize_mx(w0, block=(32, 1)).dequantize()
+    wanted_dw = quantize_mx(g, block=(32, 1)).dequantize().t() @ quantize_mx(x0, block=(32, 1)).dequantize()
+    torch.testing.assert_close(x.grad, wanted_dx)
+    torch.testing.assert_close(w.grad, wanted_dw)
+    torch.testing.assert_close(low_precision_linear(x, w, None, site).detach(), wanted_y)
+    assert set(site.samples) == {"fprop.x", "fprop.w", "wgrad.x", "dy", "dgrad.dy", "wgrad.dy"}
+
+
+@pytest.mark.parametrize("d", [16, 32])
+def test_hadamard_helps_where_an_outlier_hurts(d):
+    """One 10-sigma element a row in four bits: its block mates lose less when it is spread over them first."""
+    generator = torch.Generator().manual_seed(4)
+    x, w = torch.randn(128, 256, generator=generator), torch.randn(64, 256, generator=generator)
+    x[torch.arange(128), torch.randint(0, 256, (128,), generator=generator)] = 10.0
+    fp4, reference = Operand(elem="e2m1"), x.double() @ w.double().t()
+    plain, spread = (sqnr(reference, gemm(*(quantise(t, fp4, hadamard=h) for t in (x, w)), torch.float32)) for h in (None, d))
+    assert spread >= plain + 1
+
+
+def test_saved_activation_is_eight_bits():
+    saved: list[Tensor] = []
+    x = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        low_precision_linear(x, w, None, Site("s", "linear", [("mxfp8", mx_linear())]))
+    assert not any(t.shape == x.shape and t.dtype == x.dtype for t in saved)
+    assert sum(t.numel() * t.element_size() for t in saved if t.data_ptr() != w.data_ptr()) == 128 * 64 * 33 // 32
+
+
+def test_autocast_and_extra_dims():
+    x = torch.randn(4, 5, 64, requires_grad=True)
+    linear = convert_linear(nn.Linear(64, 32), Site("s", "linear", [("mxfp8", mx_linear())]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    assert y.shape == (4, 5, 32)
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert linear.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(linear.bias.grad, torch.full((32,), 20.0))
+    assert linear(torch.zeros(0, 64)).shape == (0, 32)
+
+
+def test_conversion_is_in_place_and_reversible():
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    keys, weight = list(net.state_dict()), net[0].weight
+    x = torch.randn(8, 32)
+    before = net(x)
+    convert_linear(net[0], Site("0", "linear", [("mxfp8", mx_linear())]))
+    assert list(net.state_dict()) == keys
+    assert net[0].weight is weight
+    assert not torch.equal(net(x), before)
+    assert "mxfp8" in repr(net[0])
+    restore_linear(net[0])
+    assert torch.equal(net(x), before)
+
+    class Odd(nn.Linear):
+        pass
+
+    with pytest.raises(OpError, match="Odd"):
+        convert_linear(Odd(4, 4), Site("odd", "linear", [("mxfp8", mx_linear())]))
+
+
+def test_ladder():
+    names = [name for name, _ in linear_levels("mxfp8", mx_linear())]
+    assert names == ["mxfp8", "mxfp8-wgrad-bf16", "bf16"]
+    assert [n for n, _ in linear_levels("mxfp8-wgrad-bf16", mx_linear(wgrad=False))] == ["mxfp8-wgrad-bf16", "bf16"]
+    assert [n for n, _ in linear_levels("bf16", mx_linear().all_bf16())] == ["bf16"]
+    assert hash(mx_linear()) == hash(mx_linear())
+
+
+@pytest.mark.parametrize("offsets", [[0, 40, 40, 97, 128], [0, 1], [0, 0, 0], [0, 64, 128]])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-rht-sr", "mxfp8-wgrad-bf16", "mxfp8-squares"])
+def test_grouped_linear(name, offsets):
+    rows, groups = offsets[-1] + 3, len(offsets) - 1
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 64, generator=generator)
+    x[offsets[-1] :] = math.nan
+    x.requires_grad_()
+    w = (torch.randn(groups, 48, 64, generator=generator) / 8).requires_grad_()
+    b = torch.randn(groups, 48, generator=generator).requires_grad_()
+    g = torch.randn(rows, 48, generator=generator)
+    site = Site("s", "grouped", [("p", POLICIES[name])], generator=torch.Generator().manual_seed(2))
+    y = grouped_linear(x, w, torch.tensor(offsets), b, site=site)
+    y.backward(g)
+    assert torch.equal(y[offsets[-1] :], torch.zeros(3, 48))
+    assert torch.equal(x.grad[offsets[-1] :], torch.zeros(3, 64))
+    slack = 10 * math.log10(5 / 2) if "sr" in name else 0.0
+    for i, (a, e) in enumerate(zip(offsets, offsets[1:])):
+        xd, wd, gd = x.detach()[a:e].double(), w.detach()[i].double(), g[a:e].double()
+        if a == e:
+            assert torch.equal(w.grad[i], torch.zeros(48, 64))
+            continue
+        assert sqnr(xd @ wd.t() + b.detach()[i].double(), y.detach()[a:e]) >= 26
+        assert sqnr(gd @ wd, x.grad[a:e]) >= 25 - slack
+        assert sqnr(gd.t() @ xd, w.grad[i]) >= 24 - slack
+        torch.testing.assert_close(b.grad[i], g[a:e].sum(0))
+    if name == "mxfp8":
+        # a group's gradient is the one it has alone: no block reaches across a border
+        for i, (a, e) in enumerate(zip(offsets, offsets[1:])):
+            wi = w.detach()[i].clone().requires_grad_()
+            low_precision_linear(x.detach()[a:e], wi, None, Site("one", "linear", [("p", POLICIES[name])])).backward(g[a:e])
+            torch.testing.assert_close(w.grad[i], wi.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_grouped_module_without_site_and_fp8_refusal():
+    layer = GroupedLinear(2, 16, 8)
+    x, offsets = torch.randn(10, 16), torch.tensor([0, 4, 9])
+    y = layer(x, offsets)
+    torch.testing.assert_close(y[4:9], x[4:9] @ layer.weight[1].t() + layer.bias[1])
+    assert torch.equal(y[9], torch.zeros(8))
+    layer.site = Site("g", "grouped", [("fp8-block", fp8_linear("block"))])
+    with pytest.raises(OpError, match="MX or bf16"):
+        layer(x, offsets)
+
+
+def test_policies_refuse_nonsense():
+    with pytest.raises(ConfigError, match="both"):
+        Gemm(Operand(), None)
+    with pytest.raises(ConfigError, match="24"):
+        Gemm(Operand(), Operand(), hadamard=24)
+    with pytest.raises(ConfigError, match="block"):
+        Operand(block=(32, 1))
+    assert not BF16.quantised
+    assert "RHT 16" in str(replace(Gemm(Operand(), Operand()), hadamard=16))
+
+
+def test_back_ends_refuse_with_a_reason_on_cpu():
+    a, b = quantize_mx(torch.randn(32, 64)), quantize_mx(torch.randn(32, 64))
+    for name in ("torch", "triton"):
+        assert "cpu" in supports(name, a, b).reason
+        with pytest.raises(OpError, match="cpu"):
+            gemm(a, b, torch.float32, name)
+    with pytest.raises(OpError, match="cutlass"):
+        gemm(a, b, torch.float32, "cutlass")
+    assert "families" in supports("torch", a, quantize_fp8(torch.randn(32, 64))).reason
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_measure_counts_what_is_not_finite_and_leaves_it_out(bad):
+    x = torch.randn(4, 64)
+    clean = measure(x, quantize_mx(x))
+    x[1, 3] = bad
+    spoiled = measure(x, quantize_mx(x))
+    assert spoiled[-1] == 1
+    assert spoiled.isfinite().all()
+    assert spoiled[3] == clean[3] - 32
+
+
+def test_measure_sees_saturation_flushing_and_error():
+    x = torch.full((1, 32), 500.0)
+    # floor: scale 2^0, 500 saturates at 448
+    assert measure(x, quantize_mx(x, scale_rule="floor"))[1] == 32
+    assert measure(x, quantize_mx(x, scale_rule="rceil"))[1] == 0
+    x = torch.ones(1, 32)
+    x[0, 0] = 1e7
+    sums = measure(x, quantize_mx(x))
+    assert sums[2] == 31
+    assert sums[8] / sums[3] == pytest.approx(31 / 32, abs=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["fp8-rowwise", "fp8-block", "mxfp8"])
+def test_hardware_back_ends_equal_the_emulation(name):
+    """cuBLAS against decoded operands, forward and backward, at a shape with all alignments. bf16 output: half an ulp."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(512, 640, generator=generator, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(384, 640, generator=generator, device="cuda", dtype=torch.bfloat16)
+    policy = POLICIES[name]
+    a, b = quantise(x, policy.fprop.a), quantise(w, policy.fprop.b)
+    answer = supports("torch", a, b)
+    if not answer:
+        pytest.skip(answer.reason)
+    got, wanted = gemm(a, b, torch.bfloat16, "torch"), gemm(a, b, torch.float32, "emulated")
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=wanted.abs().max().item() * 2**-9)
+    ga, gb = quantise(x, policy.wgrad.a, along=0), quantise(torch.randn_like(x), policy.wgrad.b, along=0)
+    got, wanted = gemm(ga, gb, torch.bfloat16, "torch"), gemm(ga, gb, torch.float32, "emulated")
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=wanted.abs().max().item() * 2**-9)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from gem_core.hookspecs import RecipeSpec, hookimpl
+
 
 class Plugin:
     """Hooks of gem-precision."""
 
     gem_api = 1
+
+    @hookimpl
+    def gem_recipes(self) -> list[RecipeSpec]:
+        from gem_precision import bf16
+
+        return [RecipeSpec("bf16", bf16.Bf16Config, bf16.apply_bf16)]
 
 
 plugin = Plugin()

@@ -7,11 +7,9 @@ the process, the previous one stays usable. Names of tensors are canonical: ``mo
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from gem_core.errors import CheckpointError
-from gem_core.train.pack import pack, unpack
+from gem_core.train.pack import load_packed, read_json, save_packed, write_json
 from gem_core.train.tensorfile import read_tensors, write_tensors
 
 FORMAT = 1
@@ -43,8 +41,7 @@ class Checkpoint:
 
     def state(self, name: str) -> Any:
         """A nested state: "shared", or "rank-K"."""
-        path = self.path / f"{name}.json"
-        return unpack(_read_json(path), read_tensors(self.path / f"{name}.safetensors"))
+        return load_packed(self.path / name)
 
 
 class CheckpointStore:
@@ -60,21 +57,17 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         parts: Mapping[str, Iterable[tuple[str, Tensor]]],
         shared: Any,
-        ranks: Mapping[int, Any],
-        best: bool = False,
+        ranks: Sequence[Any],
     ) -> Path:
-        """Write and publish ``step-<step>`` from one process; ``ranks`` holds every rank's own state. ``best`` marks it to be kept."""
-        started = time.perf_counter()
+        """Write and publish ``step-<step>`` from one process; ``ranks`` holds every rank's own state."""
         self.directory.mkdir(parents=True, exist_ok=True)
         final, temporary = self.path(step), self.directory / f".tmp-step-{step}"
         try:
             self._sweep()
             temporary.mkdir()
             files = {f"{part}.safetensors": write_tensors(temporary / f"{part}.safetensors", dict(items)) for part, items in parts.items()}
-            for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in ranks.items()}}.items():
-                value, tensors = pack(state, name)
-                files[f"{name}.safetensors"] = write_tensors(temporary / f"{name}.safetensors", tensors)
-                files[f"{name}.json"] = write_json(temporary / f"{name}.json", value)
+            for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in enumerate(ranks)}}.items():
+                files |= save_packed(temporary / name, state)
             record = {**meta, "format": FORMAT, "step": step, "world": len(ranks), "files": files}
             write_json(temporary / "meta.json", record)
             _sync_directory(temporary)
@@ -82,15 +75,13 @@ class CheckpointStore:
                 final.rename(self.directory / f".old-step-{step}")
             temporary.rename(final)
             _sync_directory(self.directory)
-            self._point("latest", step)
-            if best:
-                self._point("best", step)
+            replace_file(self.directory / "latest", f"step-{step}\n")
             self._sweep()
             self._retain()
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written after {time.perf_counter() - started:.0f} s: {error.strerror or error}",
+                f"the checkpoint of step {step} could not be written: {error.strerror or error}",
                 where=str(final),
                 fix="free space or mend the file system, then resume; the previous checkpoint is untouched",
             ) from error
@@ -115,7 +106,7 @@ class CheckpointStore:
         if not path.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"there is no checkpoint of step {step}; there are: {there}", where=str(self.directory))
-        meta = _read_json(path / "meta.json")
+        meta = read_json(path / "meta.json")
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {meta.get('format') if isinstance(meta, dict) else None!r}, this version reads {FORMAT}",
@@ -148,6 +139,10 @@ class CheckpointStore:
             fix="start the run anew (--overwrite), or give another run folder",
         )
 
+    def mark_best(self, step: int) -> None:
+        """Keep this checkpoint until another one is marked."""
+        replace_file(self.directory / "best", f"step-{step}\n")
+
     def best(self) -> Checkpoint | None:
         """The checkpoint of the best evaluation, if one was marked."""
         step = self._pointed("best")
@@ -159,9 +154,6 @@ class CheckpointStore:
         except OSError:
             return None
         return int(text) if text.isdigit() else None
-
-    def _point(self, name: str, step: int) -> None:
-        replace_file(self.directory / name, f"step-{step}\n")
 
     def _sweep(self) -> None:
         """Remove what an interrupted save left behind; a set-aside checkpoint comes back if its successor was never published."""
@@ -210,16 +202,6 @@ def copy_into(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor], part:
         target.copy_(stored[name])
 
 
-def write_json(path: Path, value: Any) -> int:
-    """Write and fsync; return the bytes written."""
-    text = json.dumps(value, indent=1).encode()
-    with open(path, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(text)
-
-
 def replace_file(path: Path, text: str) -> None:
     """Write so that a reader sees the old content or the new one, never a part."""
     temporary = path.with_name(f".tmp-{path.name}")
@@ -229,15 +211,6 @@ def replace_file(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.rename(path)
     _sync_directory(path.parent)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent)) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path.parent), fix="use an older checkpoint") from error
 
 
 def _sync_directory(path: Path) -> None:

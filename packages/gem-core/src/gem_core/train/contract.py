@@ -73,8 +73,8 @@ class Callback:
     def on_eval(self, run: RunInfo, results: Results, record: Mapping[str, Any]) -> None:
         """After an evaluation. ``record`` is the line of eval.jsonl."""
 
-    def on_checkpoint(self, run: RunInfo, path: Path) -> None:
-        """After a checkpoint was published."""
+    def on_checkpoint(self, run: RunInfo, path: Path, seconds: float) -> None:
+        """After a checkpoint was published; training stood still for ``seconds``."""
 
     def on_error(self, run: RunInfo, error: BaseException) -> None:
         """The run fails with ``error``; it is raised again afterwards."""

@@ -36,9 +36,7 @@ class Feed:
     :param flops: model FLOPs of one training step on a host batch, or None.
     """
 
-    def __init__(
-        self, source: Source, device: torch.device, epochs: int | None = 1, flops: Callable[[Batch], float] | None = None
-    ) -> None:
+    def __init__(self, source: Source, device: torch.device, epochs: int | None = 1, flops: Callable[[Batch], float] | None = None) -> None:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.epoch = 0
         self._resumed = False

@@ -115,8 +115,8 @@ class Progress(Callback):
         for line in result_lines(results):
             self.say(f"eval {run.step}  {line}")
 
-    def on_checkpoint(self, run: RunInfo, path: Path) -> None:
-        self.say(f"checkpoint {path}")
+    def on_checkpoint(self, run: RunInfo, path: Path, seconds: float) -> None:
+        self.say(f"checkpoint {path} ({seconds:.1f} s)")
 
     def on_error(self, run: RunInfo, error: BaseException) -> None:
         self._stop()

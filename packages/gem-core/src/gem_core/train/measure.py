@@ -6,6 +6,8 @@ recomputation, embeddings excluded.
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +57,13 @@ def peak(device_name: str, precisions: set[str]) -> Peak:
     if precision not in known:
         return Peak(name, None, f"the {precision} peak of {device_name!r} is not in the table")
     return Peak(name, known[precision] * 1e12)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes used so far: allocated on a CUDA device, resident in main memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Meter:

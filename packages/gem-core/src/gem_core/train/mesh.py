@@ -44,7 +44,9 @@ class Mesh:
         open_axes = [axis for axis, degree in degrees.items() if degree == -1]
         bad = [axis for axis, degree in degrees.items() if degree < 1 and degree != -1]
         if bad:
-            raise ConfigError(f"{bad[0]} = {degrees[bad[0]]} is no degree", where=f"parallel.{bad[0]}", fix="use 1 or more, or -1 to infer it")
+            raise ConfigError(
+                f"{bad[0]} = {degrees[bad[0]]} is no degree", where=f"parallel.{bad[0]}", fix="use 1 or more, or -1 to infer it"
+            )
         if len(open_axes) > 1:
             raise ConfigError(f"{text}: only one degree of a side can be inferred", where=where, fix="set all but one of them")
         known = math.prod(degree for degree in degrees.values() if degree != -1)

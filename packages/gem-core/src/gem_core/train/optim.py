@@ -111,13 +111,17 @@ class DenseAdamW:
         matrices = [p for p in self.parameters.values() if p.dim() > 1]
         vectors = [p for p in self.parameters.values() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]] or [{"params": []}],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        ) if self.parameters else None
+        self.adamw = (
+            torch.optim.AdamW(
+                [g for g in groups if g["params"]] or [{"params": []}],
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+                fused=True,
+            )
+            if self.parameters
+            else None
+        )
 
     def set_lr(self, lr: float) -> None:
         for group in self.adamw.param_groups if self.adamw else ():
@@ -135,7 +139,7 @@ class DenseAdamW:
         if clip is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), clip, norm, foreach=True)
         # The fused kernel skips a step whose found_inf is 1, moments and step count included; GradScaler uses the same door.
-        self.adamw.found_inf = (~ok).float().reshape(1)
+        self.adamw.found_inf = (~ok).float()
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
@@ -160,8 +164,12 @@ class DenseAdamW:
 
 
 def schedule_factor(config: Schedule, step: int, total: int | None) -> float:
-    """Factor on the learning rate of the step after ``step`` finished ones: ``(step + 1) / warmup`` while warming up, then the decay from 1 at
-    the end of the warm-up to ``final`` at ``total`` steps."""
+    """Factor on the learning rate of the step that follows ``step`` finished ones.
+
+    ``(step + 1) / warmup`` while warming up, then the decay from 1 at the end of the warm-up to ``final`` at ``total`` steps.
+
+    :raises ConfigError: a decay, and ``total`` is not known.
+    """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.decay == "none":

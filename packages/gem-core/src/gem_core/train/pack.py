@@ -5,8 +5,11 @@ Holds None, bool, int, float, str, lists, tuples, dicts with string or integer k
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch import Tensor
 from gem_core.batch import Batch, Requests, SequenceGroup, SparseGroup
 from gem_core.errors import CheckpointError
 from gem_core.jagged import Jagged
+from gem_core.train.tensorfile import read_tensors, write_tensors
 
 _CLASSES = {cls.__name__: cls for cls in (Batch, SparseGroup, SequenceGroup, Requests, Jagged)}
 _TAG = "$"
@@ -48,6 +52,41 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(
         f"a {type(value).__name__} cannot be stored in a checkpoint", where=path, fix="give state as JSON values, tensors and arrays"
     )
+
+
+def save_packed(stem: Path, value: Any) -> dict[str, int]:
+    """Write ``stem.json`` and ``stem.safetensors`` to the disk; returns their sizes by file name."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    described, tensors = pack(value, stem.name)
+    return {
+        f"{stem.name}.safetensors": write_tensors(stem.with_name(f"{stem.name}.safetensors"), tensors),
+        f"{stem.name}.json": write_json(stem.with_name(f"{stem.name}.json"), described),
+    }
+
+
+def load_packed(stem: Path) -> Any:
+    """Read what `save_packed` wrote: states of checkpoints, batches that a failed run left behind."""
+    return unpack(read_json(stem.with_name(f"{stem.name}.json")), read_tensors(stem.with_name(f"{stem.name}.safetensors")))
+
+
+def write_json(path: Path, value: Any) -> int:
+    """Write and flush to the disk; returns the bytes written."""
+    text = json.dumps(value, indent=1).encode()
+    with open(path, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(text)
+
+
+def read_json(path: Path) -> Any:
+    """:raises CheckpointError: missing, or not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent)) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path.parent), fix="use an older checkpoint") from error
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:

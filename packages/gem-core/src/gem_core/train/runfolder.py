@@ -20,6 +20,9 @@ from gem_core.config import Config, dump_toml, load_config
 from gem_core.errors import CheckpointError, ConfigError
 from gem_core.plugins import manager
 from gem_core.train.checkpoint import CheckpointStore, replace_file
+from gem_core.train.contract import Results, RunInfo
+
+SUMMARY_METRICS = ("ne", "auc", "logloss", "calibration", "gauc", "bayes_ne")
 
 FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
 """Sections that may change when a run is resumed; the others say what the parameters mean."""
@@ -115,6 +118,41 @@ def clean(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [clean(v) for v in value]
     return value
+
+
+def result_record(results: Results) -> dict[str, Any]:
+    """``tasks``: task -> metric -> value, null where undefined; ``undefined``: task -> metric -> the reason."""
+    return {
+        "tasks": {task: {name: v.value for name, v in metrics.items()} for task, metrics in results.items()},
+        "undefined": {task: {name: v.reason for name, v in metrics.items() if v.value is None} for task, metrics in results.items()},
+    }
+
+
+def summary_record(
+    run: RunInfo,
+    status: str,
+    results: Results | None,
+    evaluation: Mapping[str, Any],
+    best_step: int | None,
+    wall_s: float,
+    peak_memory_bytes: int,
+) -> dict[str, Any]:
+    """The content of summary.json. Each task lists at least `SUMMARY_METRICS`."""
+    record = result_record(results or {})
+    tasks = run.config.features.labels
+    return {
+        "model": run.config.model.name,
+        "status": status,
+        "steps": run.step,
+        "samples": run.samples,
+        "tasks": {task: dict.fromkeys(SUMMARY_METRICS) | record["tasks"].get(task, {}) for task in tasks},
+        "undefined": record["undefined"],
+        "evaluated_step": evaluation.get("step"),
+        "eval_samples": evaluation.get("eval_samples"),
+        "best_step": best_step,
+        "wall_s": wall_s,
+        "peak_memory_bytes": peak_memory_bytes,
+    }
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.config.schema import Config
-from gem_core.errors import DeviceError
+from gem_core.errors import DeviceError, GemError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,6 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values to all, in place."""
-        if self.world > 1:
-            dist.broadcast(tensor, 0)
-        return tensor
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor in rank order; the first dimension may differ between ranks. Reads the sizes on the host."""
         if self.world == 1:
@@ -58,13 +55,29 @@ class Runtime:
         """`all_gather` without this rank's own tensor."""
         return [part for rank, part in enumerate(self.all_gather(tensor)) if rank != self.rank]
 
-    def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order; values travel pickled between the processes of this run."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank. Waits for all ranks."""
-        return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device)).item()) if self.world > 1 else flag
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Rank 0's result on every rank; if ``action`` fails there with a GemError, every rank raises it."""
+        if self.world == 1:
+            return action()
+        shared: list[Any] = [None]
+        if self.main:
+            try:
+                shared = [(action(), None)]
+            except GemError as error:
+                shared = [(None, error)]
+        dist.broadcast_object_list(shared, 0)
+        result, error = shared[0]
+        if error is not None:
+            raise error
+        return result
 
 
 @contextmanager
@@ -94,7 +107,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """"auto": the local rank's CUDA device where there is one, else the CPU."""
+    """ "auto": the local rank's CUDA device where there is one, else the CPU."""
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cpu" or (wanted == "auto" and count == 0):
         return torch.device("cpu")
@@ -102,6 +115,6 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
         raise DeviceError(
             f"this process is the {local_rank + 1}. on this machine, which has {count} usable CUDA devices",
             where="run.device",
-            fix="start fewer processes, or set run.device = \"cpu\"; `gemrec doctor` tells why a device is not usable",
+            fix='start fewer processes, or set run.device = "cpu"; `gemrec doctor` tells why a device is not usable',
         )
     return torch.device("cuda", local_rank)

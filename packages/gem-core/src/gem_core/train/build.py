@@ -1,0 +1,136 @@
+"""From a configuration to the parts of a run: mesh, model with its tables, recipe, strategy, data sources, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.batch import Batch
+from gem_core.config import Config, Features, ResolvedConfig
+from gem_core.errors import ConfigError
+from gem_core.hookspecs import Guard
+from gem_core.model.contract import Tables, TableSet
+from gem_core.model.tables import deferred_tables
+from gem_core.plugins import manager
+from gem_core.sources.contract import Source
+from gem_core.train.contract import RecipeContext
+from gem_core.train.mesh import Mesh
+from gem_core.train.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Parts:
+    """``model`` owns the parameters; ``module`` is what is called (the model, or what the dense strategy made of it)."""
+
+    model: nn.Module
+    module: nn.Module
+    tables: Tables | None
+    guard: Guard
+    mesh: Mesh
+
+    def dense_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that belong to no table, by canonical name."""
+        ours = self._table_names()
+        return {name: p for name, p in self.model.named_parameters() if name not in ours and p.requires_grad}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers that belong to no table, by canonical name."""
+        ours = self._table_names()
+        return {name: t for name, t in self.model.state_dict().items() if name not in ours}
+
+    def table_state(self) -> dict[str, Tensor]:
+        return {} if self.tables is None else {name: t.detach() for name, t in self.tables.state_items()}
+
+    def buffers(self) -> list[Tensor]:
+        """Persistent buffers of the dense part, which a forward pass may change (running statistics)."""
+        kept = self.dense_state()
+        return [b for name, b in self.model.named_buffers() if name in kept]
+
+    def _table_names(self) -> set[str]:
+        if not isinstance(self.tables, nn.Module):
+            return set()
+        at = next(name for name, part in self.model.named_modules() if part is self.tables)
+        return {f"{at}.{name}" for name, _ in (*self.tables.named_parameters(), *self.tables.named_buffers())}
+
+    def precisions(self) -> set[str]:
+        return {precision for _, precision, _ in self.guard.describe()}
+
+    def parameter_counts(self) -> dict[str, int]:
+        table_set: TableSet | None = getattr(self.tables, "table_set", None)
+        dense = sum(p.numel() for name, p in self.model.named_parameters() if name not in self._table_names())
+        return {"dense": dense, "sparse": table_set.parameters if table_set else 0}
+
+
+def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = True) -> Parts:
+    """Build the model on the device, its tables by the sparse strategy, and apply recipe, compilation and dense strategy, in this order.
+
+    Every rank draws the same initial parameters from ``run.seed``. ``trains`` False leaves compilation and the dense strategy out.
+    """
+    config, find = resolved.config, manager().find
+    p = config.parallel
+    mesh = Mesh(runtime.world, p.replicate, p.shard, p.expert, p.model, p.replica, rank=runtime.rank)
+    torch.manual_seed(config.run.seed)
+    with torch.device(runtime.device):
+        with deferred_tables():
+            model = find("model", config.model.name).build(resolved.model, config.features)
+        table_set: TableSet | None = getattr(model, "table_set", None)
+        if table_set is not None and table_set.tables:
+            model.tables = find("sparse_strategy", p.sparse).build(table_set, mesh, resolved.sparse)
+    model.to(runtime.device)
+    tables = model.tables if table_set is not None and table_set.tables else None
+    context = RecipeContext(runtime.device, compile=config.train.compile)
+    guard = find("recipe", config.precision.recipe).apply(model, resolved.recipe, context)
+    module = model
+    if trains:
+        if config.train.compile:
+            if isinstance(tables, nn.Module):
+                # look-ups stay eager: sparse gradients and fused table optimizers do not go through the compiler
+                tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[method-assign]
+            model.compile(dynamic=True)
+        module = find("dense_strategy", p.dense).build(model, mesh, resolved.dense)
+    return Parts(model, module, tables, guard, mesh)
+
+
+def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Source:
+    """The source of ``split`` for this rank."""
+    data = resolved.config.data
+    spec = manager().find("source", data.source)
+    training = split == "train"
+    source: Source = spec.build(
+        resolved.source,
+        resolved.config.features,
+        split=split,
+        batch_size=data.batch_size if training else data.eval_batch_size or data.batch_size,
+        shard=(runtime.rank, runtime.world),
+        seed=resolved.config.run.seed,
+        drop_last=training and data.drop_last,
+    )
+    return source
+
+
+def task_names(features: Features) -> tuple[str, ...]:
+    """:raises ConfigError: there is nothing to learn."""
+    if not features.labels:
+        raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
+    return tuple(features.labels)
+
+
+def total_steps(config: Config, source: Source) -> int | None:
+    """``train.steps``, or ``epochs`` times the batches an epoch over ``accumulate`` where the source tells its length; else None."""
+    if config.train.steps is not None:
+        return config.train.steps
+    try:
+        batches = len(source)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return -(-config.train.epochs * batches // config.train.accumulate)
+
+
+def flops_of(model: nn.Module) -> Callable[[Batch], float] | None:
+    """Model FLOPs of a training step on a host batch, where the model tells them."""
+    counted: Callable[[Batch], Mapping[str, Any]] | None = getattr(model, "flops", None)
+    return None if counted is None else lambda batch: float(sum(counted(batch).values()))

@@ -1,0 +1,64 @@
+"""What a checkpoint puts back: parameters, tables, random number generators, the data position."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from gem_core.plugins import manager
+from gem_core.train.build import Parts
+from gem_core.train.checkpoint import Checkpoint, copy_into
+from gem_core.train.runtime import Runtime
+
+
+def load_parameters(parts: Parts, checkpoint: Checkpoint) -> None:
+    """Parameters and buffers of the dense part, and the tables with their accumulators.
+
+    :raises CheckpointError: the checkpoint is of another model or other tables.
+    """
+    copy_into(parts.dense_state(), checkpoint.tensors("model"), "model", checkpoint.path)
+    copy_into(parts.table_state(), checkpoint.tensors("tables"), "embedding tables", checkpoint.path)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that training may draw from."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def load_rank(checkpoint: Checkpoint, runtime: Runtime) -> dict[str, Any] | None:
+    """Put this rank's generators back and return its data position.
+
+    With another number of ranks than before, the generators go on from new seeds, and every rank gets rank 0's position: sources tell their
+    position for the whole data set, not for a rank.
+    """
+    same = checkpoint.meta["world"] == runtime.world
+    stored = checkpoint.state(f"rank-{runtime.rank if same else 0}")
+    if same:
+        rng = stored["rng"]
+        torch.set_rng_state(rng["torch"].clone())
+        np.random.set_state(rng["numpy"])
+        random.setstate(rng["python"])
+        if rng["cuda"] is not None and runtime.device.type == "cuda":
+            torch.cuda.set_rng_state(rng["cuda"].clone(), runtime.device)
+    else:
+        torch.manual_seed(torch.initial_seed() + checkpoint.step)
+    position: dict[str, Any] | None = stored["feed"]
+    return position
+
+
+def version_changes(checkpoint: Checkpoint) -> list[str]:
+    """Plug-ins that are missing, new or of another version than when the checkpoint was written."""
+    before, now = checkpoint.meta.get("plugins", {}), manager().active()
+    return [
+        f"plug-in {name}: the checkpoint was written with {before.get(name, 'none')}, now there is {now.get(name, 'none')}"
+        for name in sorted(set(before) | set(now))
+        if before.get(name) != now.get(name)
+    ]

@@ -1,0 +1,178 @@
+"""One optimizer step, without waiting for the device, and the outcomes of steps as they become known to the host.
+
+What a step depends on stays on the device: the loss of all ranks is summed before backward, and whether it is finite becomes a flag that
+both optimizers obey. A step whose loss is not finite therefore changes no parameter, table or running statistic, and the host learns of
+it ``lag`` steps later, the same number on every rank, so that all ranks draw the same conclusion at the same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.config import Config
+from gem_core.model.loss import task_loss
+from gem_core.train.build import Parts
+from gem_core.train.feed import Fed
+from gem_core.train.measure import Meter
+from gem_core.train.optim import DenseAdamW, RowwiseAdagrad
+from gem_core.train.runtime import Runtime
+
+_FIELDS = ("loss", "weight", "bad_loss", "stop", "samples", "bad_gradient", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished step: ``loss`` summed over ``weight`` samples of all ranks, whether loss or gradients were not finite, whether some rank
+    was asked to stop, ``samples`` of all ranks, the dense gradient norm before clipping, and this rank's batches."""
+
+    step: int
+    loss: float
+    weight: float
+    bad_loss: bool
+    bad_gradient: bool
+    stop: bool
+    samples: int
+    grad_norm: float
+    batches: Sequence[Fed]
+
+
+class TrainStep:
+    """Callable on the micro-batches of one step; returns the outcome as a device vector for `Outcomes`.
+
+    Under accumulation tables are updated after each micro-batch, as optimizers that run inside backward do; what is skipped is then the
+    micro-batch for the tables and the whole step for the dense part.
+    """
+
+    def __init__(self, parts: Parts, config: Config, runtime: Runtime, meter: Meter) -> None:
+        self.parts, self.config, self.runtime, self.meter = parts, config, runtime, meter
+        self.dense = DenseAdamW(parts.dense_parameters(), config.train.optimizer)
+        self.tables: RowwiseAdagrad | None = None
+        self._gate = torch.ones((), dtype=torch.bool, device=runtime.device)
+        if parts.tables is not None:
+            if parts.tables.optimizer_in_backward:
+                parts.tables.configure_optimizer(config.train.tables)  # type: ignore[attr-defined]
+                parts.tables.register_forward_hook(self._gated)  # type: ignore[attr-defined]
+            else:
+                self.tables = RowwiseAdagrad(parts.tables.table_states(), config.train.tables, runtime)  # type: ignore[attr-defined]
+        self._buffers = parts.buffers()
+        self._weights = [label.weight for label in config.features.labels.values()]
+
+    def set_lr(self, factor: float) -> float:
+        """Scale both learning rates; returns the dense one."""
+        train = self.config.train
+        lr = train.optimizer.lr * factor
+        self.dense.set_lr(lr)
+        table_lr = train.tables.lr * (factor if train.schedule.tables else 1.0)
+        if self.tables is not None:
+            self.tables.lr = table_lr
+        elif self.parts.tables is not None:
+            self.parts.tables.set_learning_rate(table_lr)  # type: ignore[attr-defined]
+        return lr
+
+    def __call__(self, batches: Sequence[Fed], stop: bool) -> Tensor:
+        world, device = self.runtime.world, self.runtime.device
+        before = [b.clone() for b in self._buffers]
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        table_norm = torch.zeros((), device=device)
+        ok = torch.ones((), dtype=torch.bool, device=device)
+        totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]
+        for i, fed in enumerate(batches):
+            with self._no_sync(i + 1 < len(batches)):
+                output = self.parts.module(fed.batch)
+                output = replace(output, logits=output.logits.float())
+                loss = task_loss(output, fed.batch, task_weights=self._weights, total=1.0)
+                # torch.full, unlike torch.tensor, brings a host number to the device without waiting.
+                host = [torch.full((), value, dtype=torch.float64, device=device) for value in totals]
+                numbers = self.runtime.all_reduce(torch.stack([loss.detach().double(), (~torch.isfinite(loss)).double(), *host]))
+                if i == 0:
+                    _, _, weight, samples, stops = numbers
+                    scale = world / torch.where(weight > 0, weight, 1.0)
+                    totals = [0.0] * len(totals)
+                good = numbers[1] == 0
+                ok &= good
+                self._gate.copy_(good)
+                loss_sum += numbers[0]
+                self.meter.mark("forward")
+                (loss * scale).backward()
+            self.meter.mark("backward")
+            if self.tables is not None:
+                table_norm += self.tables.step(good)
+                self.meter.mark("optimizer")
+        norm = self.dense.grad_norm()
+        finite = torch.isfinite(table_norm) if norm is None else torch.isfinite(norm) & torch.isfinite(table_norm)
+        bad_gradient = self.runtime.all_reduce((ok & ~finite).double())
+        self.dense.step(ok & (bad_gradient == 0), self.config.train.clip_norm, norm)
+        for buffer, old in zip(self._buffers, before):
+            buffer.copy_(torch.where(ok, buffer, old))
+        self.meter.mark("optimizer")
+        norm = torch.zeros((), device=device) if norm is None else norm
+        return torch.stack([loss_sum, weight, (~ok).double(), stops, samples, bad_gradient, norm.double()])
+
+    def _no_sync(self, wanted: bool) -> Any:
+        enter = getattr(self.parts.module, "no_sync", None)
+        return enter() if wanted and enter is not None else nullcontext()
+
+    @torch.compiler.disable
+    def _gated(self, _tables: Any, _inputs: Any, looked_up: Mapping[str, Any]) -> dict[str, Any]:
+        """Table gradients become zero in a step whose loss is not finite, for optimizers that run inside backward."""
+
+        def gate(rows: Tensor) -> Tensor:
+            return _Gate.apply(rows, self._gate) if rows.requires_grad else rows
+
+        return {key: (gate(v[0]), v[1]) if isinstance(v, tuple) else gate(v) for key, v in looked_up.items()}
+
+
+class _Gate(torch.autograd.Function):
+    """Identity; in backward the gradient where the flag is true *then*, else zeros (whatever the gradient holds)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flag: Tensor) -> Tensor:
+        ctx.flag = flag
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.where(ctx.flag, grad, 0.0), None
+
+
+class Outcomes:
+    """Outcome vectors on their way to the host. On CUDA the host reads step s when step ``s + lag`` has been launched: late enough not to
+    wait, and never later, which also bounds how far the host runs ahead."""
+
+    def __init__(self, device: torch.device, lag: int = 2) -> None:
+        self.lag = lag if device.type == "cuda" else 0
+        self._cuda = device.type == "cuda"
+        self._waiting: deque[tuple[int, Tensor, Any, Sequence[Fed]]] = deque()
+
+    def push(self, step: int, vector: Tensor, batches: Sequence[Fed]) -> None:
+        event = None
+        if self._cuda:
+            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            host.copy_(vector, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            vector = host
+        self._waiting.append((step, vector, event, batches))
+
+    def ready(self, *, all: bool = False) -> list[Outcome]:
+        """Outcomes due by now, oldest first; ``all``: of every step launched."""
+        found = []
+        while len(self._waiting) > (0 if all else self.lag):
+            step, vector, event, batches = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            v = dict(zip(_FIELDS, vector.tolist()))
+            found.append(
+                Outcome(
+                    step, v["loss"], v["weight"], v["bad_loss"] > 0, v["bad_gradient"] > 0, v["stop"] > 0, int(v["samples"]),
+                    v["grad_norm"], batches,
+                )
+            )  # fmt: skip
+        return found

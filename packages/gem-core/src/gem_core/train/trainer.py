@@ -1,0 +1,381 @@
+"""The trainer: one loop over optimizer steps. Its parts sit in files of their own."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gem_core.config import Config, resolve
+from gem_core.errors import GemError, NumericsError, RunError
+from gem_core.ops import use_policy
+from gem_core.plugins import manager
+from gem_core.train import state
+from gem_core.train.build import build_parts, build_source, flops_of, task_names, total_steps
+from gem_core.train.contract import Callback, Results, RunInfo, RunResult
+from gem_core.train.evaluate import Best, evaluate
+from gem_core.train.feed import Fed, Feed
+from gem_core.train.logs import JsonLines, Progress, TensorBoard
+from gem_core.train.measure import Meter, peak, peak_memory
+from gem_core.train.optim import schedule_factor
+from gem_core.train.pack import save_packed
+from gem_core.train.runfolder import RunFolder, device_name, environment, result_record, summary_record
+from gem_core.train.runtime import runtime
+from gem_core.train.signals import StopRequest
+from gem_core.train.step import Outcome, Outcomes, TrainStep
+
+MAX_SKIPPED = 100
+"""Consecutive steps with a non-finite loss after which skipping gives up."""
+
+MAX_SAVED = 10
+"""Offending batches kept a run and rank."""
+
+
+class Trainer:
+    """Runs one configuration; see ``gem_core.train``. Methods stand in the order in which things happen."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        callbacks: Sequence[Callback] = (),
+        quiet: bool = False,
+    ) -> None:
+        self.resolved = resolve(config)
+        self.config = self.resolved.config
+        self.tasks = task_names(self.config.features)
+        path = Path(run_dir) if run_dir is not None else Path(self.config.run.dir) / self.config.run.name
+        self.folder = RunFolder(path, self.config.train.keep_checkpoints)
+        self.resume, self.overwrite = resume, overwrite
+        self.given_callbacks = callbacks
+        self.progress = None if quiet else Progress()
+
+    def run(self) -> RunResult:
+        self.started = time.perf_counter()
+        kernels = self.config.kernels
+        with runtime(self.config) as self.runtime, use_policy(kernels.default, kernels.ops), StopRequest() as self.stop:
+            self._prepare()
+            try:
+                self._each("on_start")
+                return self._finish(self._loop())
+            except BaseException as error:
+                self._each("on_error", error)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise RunError(
+                        f"the device has too little memory: {str(error).splitlines()[0]}",
+                        where=f"step {self.info.step + 1}",
+                        fix="lower data.batch_size (train.accumulate keeps the samples a step), or use more devices",
+                    ) from error
+                raise
+
+    # Preparation
+
+    def _prepare(self) -> None:
+        rt, train = self.runtime, self.config.train
+        continues = rt.on_main(lambda: self.folder.prepare(self.resume, self.overwrite))
+        if continues:
+            self.folder.check_config(self.config)
+        source = build_source(self.resolved, "train", rt)
+        self.parts = build_parts(self.resolved, rt)
+        self.total = total_steps(self.config, source)
+        schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
+        self.feed = Feed(source, rt.device, None if train.steps else train.epochs, flops_of(self.parts.model))
+        self.meter = Meter(rt.device, peak(device_name(rt.device), self.parts.precisions()))
+        self.step = TrainStep(self.parts, self.config, rt, self.meter)
+        self.outcomes = Outcomes(rt.device)
+        self.info = RunInfo(self.config, self.folder.path, self.parts.model, self.total, rt.rank, rt.world)
+        self.best = Best.of(self.config.eval, self.tasks)
+        self.results: Results | None = None
+        self.record: dict[str, Any] = {}
+        self.evaluated_at = self.saved_at = -1
+        self.position: dict[str, Any] | None = None
+        self.window = {"loss": 0.0, "weight": 0.0, "grad_norm": 0.0}
+        self.skipped = self.skipped_in_a_row = self.saved_batches = 0
+        self.wall_before = 0.0
+        self.guard_values: Mapping[str, Any] = {}
+        self.callbacks = self._build_callbacks()
+        seed = self.config.run.seed + 7919 * rt.rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        if continues:
+            self._restore()
+        elif self.resume:
+            self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
+        self.header: dict[str, Any] = {
+            "name": self.config.run.name,
+            "model": self.config.model.name,
+            "seed": self.config.run.seed,
+            "world": rt.world,
+            **environment(rt.device),
+            "precision": {"recipe": self.config.precision.recipe, "sites": dict(Counter(p for _, p, _ in self.parts.guard.describe()))},
+            "parameters": self.parts.parameter_counts(),
+            "flops_per_sample": None,
+            "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "resumed_from": self.info.step or None,
+        }
+        self.info.header = self.header
+        if rt.main:
+            self.folder.write_config(self.config)
+            self.folder.write_json(self.folder.header, self.header)
+
+    def _build_callbacks(self) -> list[Callback]:
+        named = {name: manager().find("callback", name).build(options) for name, options in self.resolved.callbacks.items()}
+        named |= {f"given {i}": callback for i, callback in enumerate(self.given_callbacks)}
+        self.stateful = {name: callback for name, callback in named.items() if hasattr(callback, "state_dict")}
+        own: list[Callback] = []
+        if self.runtime.main:
+            own = [JsonLines(self.folder)]
+            own += [TensorBoard(self.folder)] if self.config.train.tensorboard else []
+            own += [self.progress] if self.progress is not None else []
+        return [*own, *named.values()]
+
+    # The loop
+
+    def _loop(self) -> str:
+        if self.total is not None and self.info.step >= self.total:
+            self._say(f"step {self.info.step} of {self.total} is reached; nothing is left to train")
+            return "finished"
+        schedule, info = self.config.train.schedule, self.info
+        self.parts.module.train()
+        self.meter.mark(None)
+        for batches in self._steps():
+            self.meter.mark("data")
+            lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
+            info.step += 1
+            vector = self.step(batches, self.stop.requested is not None)
+            self.outcomes.push(info.step, vector, batches)
+            self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
+            self.position = batches[-1].position
+            self.meter.steps += 1
+            for fed in batches:
+                self.meter.count(fed.host.size, fed.tokens, fed.flops)
+            status = self._after_step(lr, batches)
+            if status is not None:
+                return status
+        self._take(self.outcomes.ready(all=True))
+        return "finished"
+
+    def _steps(self) -> Iterator[list[Fed]]:
+        """Micro-batches in groups of ``accumulate``; the last group of a run of ``epochs`` may be smaller."""
+        group: list[Fed] = []
+        for fed in self.feed:
+            group.append(fed)
+            if len(group) == self.config.train.accumulate:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _after_step(self, lr: float, batches: Sequence[Fed]) -> str | None:
+        """Log, evaluate and save where they are due; returns how the run ends if it ends here."""
+        step, train, every = self.info.step, self.config.train, self.config.eval.every
+        last = step == self.total
+        logs = last or step % train.log_every == 0
+        evaluates = every is not None and step % every == 0
+        saves = train.checkpoint_every is not None and step % train.checkpoint_every == 0
+        if self.header["flops_per_sample"] is None and batches[0].flops is not None and batches[0].host.size:
+            self.header["flops_per_sample"] = batches[0].flops / batches[0].host.size
+            if self.runtime.main:
+                self.folder.write_json(self.folder.header, self.header)
+        stopping = self._take(self.outcomes.ready(all=logs or evaluates or saves))
+        self._each("on_step", self._log_record(lr) if logs else None)
+        if stopping:
+            return "interrupted"
+        if last:
+            return "finished"
+        if evaluates:
+            self._evaluate()
+            patience = self.config.eval.patience
+            if patience is not None and self.best.worse >= patience:
+                self._say(f"no better {self.best.task}.{self.best.metric} in {patience} evaluations: stopping early")
+                return "early_stopped"
+        if saves:
+            self._checkpoint()
+        return None
+
+    def _take(self, outcomes: Sequence[Outcome]) -> bool:
+        """Account for finished steps; whether some rank was asked to stop.
+
+        :raises NumericsError: a loss or gradient was not finite and is not to be skipped.
+        """
+        stopping = False
+        for outcome in outcomes:
+            stopping |= outcome.stop
+            self.info.samples += outcome.samples
+            if outcome.bad_loss or outcome.bad_gradient:
+                self._nonfinite(outcome)
+                continue
+            self.skipped_in_a_row = 0
+            self.window["loss"] += outcome.loss
+            self.window["weight"] += outcome.weight
+            self.window["grad_norm"] = outcome.grad_norm
+        return stopping
+
+    def _nonfinite(self, outcome: Outcome) -> None:
+        kept = ""
+        if self.saved_batches < MAX_SAVED:
+            stem = self.folder.nonfinite / f"step-{outcome.step}-rank-{self.runtime.rank}"
+            save_packed(stem, [fed.host for fed in outcome.batches])
+            self.saved_batches += 1
+            kept = f"; its batches are in {stem}.json (gem_core.train.pack.load_packed)"
+        what = "loss" if outcome.bad_loss else "gradients"
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if outcome.bad_loss and self.config.train.nonfinite == "skip" and self.skipped_in_a_row < MAX_SKIPPED:
+            self._say(f"step {outcome.step}: the loss is not finite; the step was skipped{kept}")
+            return
+        saved = self.folder.checkpoints.steps()
+        raise NumericsError(
+            f"the {what} of step {outcome.step} {'is' if outcome.bad_loss else 'are'} not finite"
+            + (f", like {self.skipped_in_a_row - 1} steps before it" if self.skipped_in_a_row > 1 else "")
+            + kept,
+            where=str(self.folder.path),
+            fix=(f"resume from step {saved[-1]} (--resume) after" if saved else "start again after")
+            + " looking at the batches, lowering the learning rates or setting train.clip_norm"
+            + (' (train.nonfinite = "skip" passes over such a loss)' if outcome.bad_loss and self.config.train.nonfinite == "stop" else ""),
+        )
+
+    def _log_record(self, lr: float) -> dict[str, Any]:
+        weight = self.window["weight"]
+        record = {
+            "step": self.info.step,
+            "epoch": self.position["epoch"] if self.position else 0,
+            "samples": self.info.samples,
+            "loss": self.window["loss"] / weight if weight else None,
+            "lr": lr,
+            "grad_norm": self.window["grad_norm"],
+            "skipped": self.skipped,
+            **self.meter.window(self.runtime.world),
+            "time": self._wall(),
+            **{key: float(value) for key, value in self.guard_values.items()},
+        }
+        self.window = dict.fromkeys(self.window, 0.0)
+        return record
+
+    # Evaluation, checkpoints, the end
+
+    def _evaluate(self, final: bool = False) -> None:
+        """Evaluate; ``final`` leaves the search for the best alone."""
+        started = time.perf_counter()
+        source = build_source(self.resolved, "eval", self.runtime)
+        self.results, samples = evaluate(self.parts.module, self.parts.model, source, self.config.eval, self.tasks, self.runtime)
+        self.evaluated_at = self.info.step
+        self.record = {
+            "step": self.info.step,
+            "samples": self.info.samples,
+            **result_record(self.results),
+            "eval_samples": samples,
+            "eval_s": time.perf_counter() - started,
+        }
+        self._each("on_eval", self.results, self.record)
+        if not final and self.best.update(self.results, self.info.step) and self.config.eval.restore_best:
+            self._checkpoint()
+            self.runtime.on_main(lambda: self.folder.checkpoints.mark_best(self.info.step))
+        self.meter.mark(None)
+
+    def _checkpoint(self) -> None:
+        if self.saved_at == self.info.step:
+            return
+        started = time.perf_counter()
+        parts, rt = self.parts, self.runtime
+        ranks = rt.gather_objects({"rng": state.rng_state(rt.device), "feed": self.position})
+        shared = {
+            "guard": parts.guard.state_dict(),
+            "best": self.best.state_dict(),
+            "callbacks": {name: callback.state_dict() for name, callback in self.stateful.items()},
+            "window": self.window,
+            "skipped": [self.skipped, self.skipped_in_a_row],
+            "wall_s": self._wall(),
+        }
+        meta = {"samples": self.info.samples, "model": self.config.model.name, **environment(rt.device)}
+        tensors = {"model": parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": parts.table_state()}
+        path = rt.on_main(lambda: self.folder.checkpoints.save(self.info.step, meta=meta, parts=tensors, shared=shared, ranks=ranks))
+        self.saved_at = self.info.step
+        self._each("on_checkpoint", path, time.perf_counter() - started)
+        self.meter.mark(None)
+
+    def _restore(self) -> None:
+        checkpoint, problems = self.folder.checkpoints.latest()
+        for problem in problems:
+            self._say(f"checkpoint not usable, {problem}")
+        state.load_parameters(self.parts, checkpoint)
+        self.step.dense.load_items(checkpoint.tensors("optimizer"))
+        shared = checkpoint.state("shared")
+        self.parts.guard.load_state_dict(shared["guard"])
+        self.best.load_state_dict(shared["best"])
+        for name, callback in self.stateful.items():
+            if name in shared["callbacks"]:
+                callback.load_state_dict(shared["callbacks"][name])
+        self.window, self.wall_before = shared["window"], shared["wall_s"]
+        self.skipped, self.skipped_in_a_row = shared["skipped"]
+        self.info.step, self.info.samples = checkpoint.step, int(checkpoint.meta["samples"])
+        self.saved_at = checkpoint.step
+        self.position = state.load_rank(checkpoint, self.runtime)
+        if self.position is not None:
+            self.feed.load_position(self.position)
+        for line in state.version_changes(checkpoint):
+            self._say(line)
+        if self.runtime.main:
+            self.folder.trim(checkpoint.step)
+        self._say(f"resumed at step {checkpoint.step} from {checkpoint.path}")
+
+    def _finish(self, status: str) -> RunResult:
+        if status == "interrupted":
+            self._say(f"stopping after step {self.info.step}{f' ({self.stop.requested})' if self.stop.requested else ''}")
+            self._checkpoint()
+        elif self.config.eval.restore_best:
+            if self.evaluated_at != self.info.step:
+                self._evaluate()
+            if self.best.step not in (None, self.info.step):
+                self._say(f"the best parameters are those of step {self.best.step}")
+                state.load_parameters(self.parts, self.folder.checkpoints.best() or self.folder.checkpoints.load(self.best.step))
+                self._evaluate(final=True)
+            self._checkpoint()
+        else:
+            self._checkpoint()
+            if self.evaluated_at != self.info.step:
+                self._evaluate()
+        memory = max(self.runtime.gather_objects(peak_memory(self.runtime.device)))
+        summary = summary_record(self.info, status, self.results, self.record, self.best.step, self._wall(), memory)
+        if self.runtime.main:
+            self.folder.write_json(self.folder.summary, summary)
+        self._each("on_end", summary)
+        return RunResult(self.folder.path, status, self.info.step, self.info.samples, summary["tasks"], summary)
+
+    # Helpers
+
+    def _wall(self) -> float:
+        return self.wall_before + time.perf_counter() - self.started
+
+    def _say(self, line: str) -> None:
+        if self.runtime.main and self.progress is not None:
+            self.progress.say(line)
+
+    def _each(self, event: str, *arguments: Any) -> None:
+        """Tell every callback; one that fails ends the run, unless the run is failing already."""
+        for callback in self.callbacks:
+            method: Callable[..., None] | None = getattr(callback, event, None)
+            if method is None:
+                continue
+            try:
+                method(self.info, *arguments)
+            except GemError:
+                if event != "on_error":
+                    raise
+            except Exception as error:
+                if event != "on_error":
+                    raise RunError(
+                        f"the callback {type(callback).__name__} failed in {event}: {type(error).__name__}: {error}",
+                        where=f"step {self.info.step}",
+                    ) from error

@@ -1,0 +1,350 @@
+"""The trainer as a whole, on a toy model and a toy source: files, exact resumption, non-finite steps, early stopping."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gem_core
+import gem_core.train
+from gem_core import plugins
+from gem_core.errors import CheckpointError, ConfigError, NumericsError, RunError
+from gem_core.train.pack import load_packed
+from gem_core.train.trainer import Trainer
+
+
+def _toys():
+    spec = importlib.util.spec_from_file_location("trainer_toys", Path(__file__).with_name("trainer_toys.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trainer_toys"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+toys = _toys()
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    toys.install()
+    yield
+    plugins.reset()
+
+
+def train(path, resume=False, overwrite=False, callbacks=(), **sections):
+    return gem_core.train(toys.config(**sections), run_dir=path, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=True)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(path):
+    return [(r["step"], r["loss"], r["samples"], r["grad_norm"]) for r in lines(path / "metrics.jsonl")]
+
+
+def test_the_package_is_the_function():
+    assert gem_core.train is sys.modules["gem_core.train"]
+    from gem_core import train as imported
+
+    assert imported is gem_core.train
+    assert callable(imported)
+
+
+def test_a_run_leaves_its_folder_and_learns(tmp_path):
+    result = train(
+        tmp_path / "run", train={"steps": 80, "checkpoint_every": 25, "log_every": 10, "optimizer": {"lr": 0.02}}, eval={"every": 40}
+    )
+    run = tmp_path / "run"
+    assert result.status == "finished"
+    assert (result.steps, result.samples) == (80, 80 * 32)
+    header = json.loads((run / "run.json").read_text())
+    assert header["plugins"]["gem-core"] == header["versions"]["gem-core"]
+    assert header["parameters"] == {"dense": 15 * 8 + 8 + 8 * 2 + 2 + 1, "sparse": 52 * 4}
+    assert header["flops_per_sample"] == 6 * (15 * 8 + 8 * 2)
+    assert header["mfu_peak"]["reason"]
+    assert header["seed"] == 3
+    records = lines(run / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(10, 81, 10))
+    for key in ("loss", "lr", "samples", "samples_per_s", "tokens_per_s", "data_wait", "forward_s", "backward_s", "optimizer_s"):
+        assert all(isinstance(r[key], int | float) for r in records), key
+    assert records[0]["mfu"] is None
+    assert records[-1]["loss"] < 0.9 * records[0]["loss"]
+    evals = lines(run / "eval.jsonl")
+    assert [e["step"] for e in evals] == [40, 80]
+    assert evals[0]["eval_samples"] == 200
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tasks"]["ctr"] == evals[1]["tasks"]["ctr"]
+    assert set(summary["tasks"]["ctr"]) >= {"ne", "auc", "logloss", "calibration", "gauc", "bayes_ne"}
+    assert 0.5 < summary["tasks"]["ctr"]["bayes_ne"] < summary["tasks"]["ctr"]["ne"] < 1.0
+    assert summary["tasks"]["cvr"]["bayes_ne"] is None
+    assert "true probabilities" in summary["undefined"]["cvr"]["bayes_ne"]
+    assert summary["peak_memory_bytes"] > 10**7
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-75", "step-80"]
+    again = gem_core.load_config(run / "config.toml")
+    assert gem_core.config.dump_toml(again) == (run / "config.toml").read_text()
+
+
+def test_two_runs_are_equal_and_another_seed_is_not(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(tmp_path / name, train={"steps": 5}, run={"seed": seed}, model={"dropout": 0.2})
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+def _tensors(run, step):
+    store = gem_core.train.runfolder.RunFolder(run).checkpoints.load(step)
+    return {f"{part}.{k}": v for part in ("model", "optimizer", "tables") for k, v in store.tensors(part).items()}
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_resuming_twice_continues_exactly(tmp_path, log_every):
+    base = {
+        "model": {"dropout": 0.3, "batch_norm": True},
+        "eval": {"every": 7},
+        "data": {"batch_size": 48, "toy": {"rows": 500}},  # an epoch of 11 batches: the resumed runs cross its end
+    }
+    schedule = {"warmup_steps": 4, "decay": "cosine"}
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    settings = {"steps": 30, "log_every": log_every, "schedule": schedule, "accumulate": 2, "clip_norm": 0.5}
+    train(straight, train=settings, **base)
+    recorder = toys.Recorder()
+    for stop, resume in ((9, False), (22, True), (99, True)):
+        result = train_until(broken, stop, resume, recorder, settings | {"checkpoint_every": 5}, base)
+        recorder = toys.Recorder()
+    assert result.status == "finished"
+    assert losses(broken) == losses(straight)
+    assert [(e["step"], e["tasks"]) for e in lines(broken / "eval.jsonl")] == [
+        (e["step"], e["tasks"]) for e in lines(straight / "eval.jsonl")
+    ]
+    a, b = _tensors(straight, 30), _tensors(broken, 30)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def train_until(path, stop, resume, recorder, settings, base):
+    """Run as if a signal came during step ``stop`` - 1; the configured length stays the same."""
+    trainer = Trainer(toys.config(train=settings, **base), run_dir=path, resume=resume, callbacks=[recorder], quiet=True)
+
+    def at_step(run, record):
+        recorder.steps += 1
+        if run.step == stop - 1:
+            trainer.stop.requested = "SIGTERM"
+
+    recorder.on_step = at_step
+    result = trainer.run()
+    assert result.steps == min(stop, settings["steps"])
+    assert recorder.steps == result.steps  # its state was saved and restored
+    return result
+
+
+def test_resume_after_a_crash_drops_the_lines_after_the_checkpoint(tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train(straight, train={"steps": 20})
+    with pytest.raises(RunError, match="Recorder failed in on_step: KeyError"):
+        train(broken, train={"steps": 20, "checkpoint_every": 6}, callbacks=[toys.Recorder(fail_at=17)])
+    assert [r["step"] for r in lines(broken / "metrics.jsonl")][-1] == 17
+    train(broken, train={"steps": 20, "checkpoint_every": 6}, resume=True)
+    assert losses(broken) == losses(straight)
+
+
+def test_resuming_a_finished_run_and_then_prolonging_it(tmp_path):
+    train(tmp_path / "long", train={"steps": 12})
+    for steps in (8, 8, 12):
+        result = train(tmp_path / "run", train={"steps": steps}, resume=(tmp_path / "run").exists())
+        assert result.steps == steps
+        assert result.summary["tasks"]["ctr"]["ne"] is not None
+    assert losses(tmp_path / "run") == losses(tmp_path / "long")
+
+
+def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
+    train(tmp_path / "run", train={"steps": 2})
+    with pytest.raises(CheckpointError, match=r"(?s)not empty.*--resume"):
+        train(tmp_path / "run", train={"steps": 2})
+    train(tmp_path / "run", train={"steps": 3}, overwrite=True)
+    assert len(losses(tmp_path / "run")) == 3
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="no run folder"):
+        train(tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_resuming_with_another_model_is_refused_key_by_key(tmp_path):
+    train(tmp_path / "run", train={"steps": 2})
+    with pytest.raises(ConfigError, match=r"model.width: was 8, is 16"):
+        train(tmp_path / "run", train={"steps": 4}, model={"width": 16}, resume=True)
+
+
+def test_callbacks_hear_everything_in_order(tmp_path):
+    recorder = toys.Recorder()
+    train(
+        tmp_path / "run",
+        train={"steps": 4, "log_every": 2, "checkpoint_every": 3, "callbacks": {"recorder": {}}},
+        eval={"every": 2},
+        callbacks=[recorder],
+    )
+    assert recorder.events == [
+        "start", ("log", 2), ("eval", 2), ("checkpoint", 3), ("log", 4), ("checkpoint", 4), ("eval", 4), "end",
+    ]  # fmt: skip
+
+
+def test_a_failing_callback_of_the_configuration_ends_the_run_and_others_hear_of_it(tmp_path):
+    recorder = toys.Recorder()
+    with pytest.raises(RunError, match="KeyError"):
+        train(tmp_path / "run", train={"callbacks": {"recorder": {"fail_at": 3}}}, callbacks=[recorder])
+    assert recorder.events[-1] == ("error", "RunError")
+
+
+# Non-finite steps
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_skipped_step_touches_nothing(tmp_path, accumulate):
+    """The NaN row is in batch 3; a run over the same batches without that step must end with the same numbers."""
+    captured = {}
+
+    class Capture:
+        def on_step(self, run, record):
+            state = {k: v.clone() for k, v in run.model.state_dict().items()}
+            captured[run.step] = (state, record)
+
+    train(
+        tmp_path / "run",
+        train={"steps": 4, "nonfinite": "skip", "accumulate": accumulate},
+        model={"batch_norm": True},
+        data={"batch_size": 32 // accumulate, "toy": {"nan_at": 70}},
+        callbacks=[Capture()],
+    )
+    before, after = captured[2][0], captured[3][0]
+    if accumulate == 1:
+        assert all(torch.equal(before[k], after[k]) for k in before)
+    else:  # the NaN is in the first of its step's micro-batches: the second one's tables are updated, the dense part is not
+        dense = [k for k in before if not k.startswith("tables.")]
+        assert all(torch.equal(before[k], after[k]) for k in dense)
+    assert any(not torch.equal(after[k], captured[4][0][k]) for k in after)
+    assert all(torch.isfinite(v).all() for v in captured[4][0].values())
+    assert captured[3][1]["loss"] is None
+    assert captured[4][1]["loss"] is not None
+    assert captured[4][1]["skipped"] == 1
+    saved = load_packed(tmp_path / "run" / "nonfinite" / "step-3-rank-0")
+    assert any(float(batch.dense.max()) > 1e6 for batch in saved)
+    assert sum(batch.size for batch in saved) == 32
+
+
+def test_stopping_at_a_non_finite_loss_leaves_the_last_checkpoint_and_the_batch(tmp_path):
+    with pytest.raises(NumericsError, match=r"loss of step 3 is not finite.*step-3-rank-0") as caught:
+        train(tmp_path / "run", train={"steps": 9, "checkpoint_every": 2}, data={"toy": {"nan_at": 70}})
+    assert "resume from step 2" in caught.value.fix
+    assert caught.value.exit_code == 1
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")) == ["step-2"]
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_non_finite_gradients_after_a_finite_loss_stop_even_when_skipping(tmp_path):
+    class Poison:
+        def on_start(self, run):
+            run.model.scale.register_hook(lambda g: g * float("nan") if run.step == 3 else g)
+
+        def on_step(self, run, record):
+            self.last = {k: v.clone() for k, v in run.model.state_dict().items() if not k.startswith("tables.")}
+
+    poison = Poison()
+    with pytest.raises(NumericsError, match="gradients of step 3 are not finite"):
+        train(tmp_path / "run", train={"steps": 9, "nonfinite": "skip"}, callbacks=[poison])
+    assert all(torch.isfinite(v).all() for v in poison.last.values())
+
+
+# Evaluation decides
+
+
+def test_early_stop_and_restore_best(tmp_path):
+    overfit = {
+        "train": {"steps": 400, "optimizer": {"lr": 0.05}, "tables": {"lr": 0.5}, "log_every": 100},
+        "data": {"toy": {"rows": 64}},
+    }
+    result = train(tmp_path / "run", eval={"every": 5, "patience": 4, "restore_best": True, "monitor": "ctr.logloss"}, **overfit)
+    evals = lines(tmp_path / "run" / "eval.jsonl")
+    best = min(evals[:-1], key=lambda e: e["tasks"]["ctr"]["logloss"])
+    assert result.status == "early_stopped"
+    assert result.steps == best["step"] + 20
+    assert result.summary["best_step"] == best["step"]
+    assert result.tasks["ctr"] == best["tasks"]["ctr"]
+    final, kept = _tensors(tmp_path / "run", result.steps), _tensors(tmp_path / "run", best["step"])
+    assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
+
+
+def test_monitor_must_be_evaluated(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.monitor"):
+        train(tmp_path / "run", eval={"monitor": "ctr.sharpness"})
+
+
+# Length of a run
+
+
+def test_epochs_decide_where_steps_do_not(tmp_path):
+    result = train(tmp_path / "run", train={"steps": None, "epochs": 2, "accumulate": 3}, data={"toy": {"rows": 320}})
+    assert result.steps == 7  # 20 batches in groups of 3
+    assert result.samples == 640
+    unknown = train(tmp_path / "unknown", train={"steps": None, "epochs": 2}, data={"toy": {"rows": 320, "told_length": False}})
+    assert unknown.steps == 20
+
+
+def test_decay_needs_an_end(tmp_path):
+    with pytest.raises(ConfigError, match=r"train.schedule.decay"):
+        train(
+            tmp_path / "run",
+            train={"steps": None, "schedule": {"decay": "linear"}},
+            data={"toy": {"told_length": False}},
+        )
+
+
+def test_an_empty_split_is_said(tmp_path):
+    with pytest.raises(gem_core.GemError, match="yields no batch"):
+        train(tmp_path / "run", data={"toy": {"rows": 0}})
+
+
+def test_accumulation_equals_the_joined_batch_for_the_dense_part(tmp_path):
+    weighted = {"toy": {"weighted": True}}
+    for name, size, n in (("joined", 64, 1), ("parts", 16, 4)):
+        train(
+            tmp_path / name,
+            train={"steps": 3, "accumulate": n, "tables": {"lr": 1e-12}},
+            data={"batch_size": size} | weighted,
+        )
+    a, b = losses(tmp_path / "joined"), losses(tmp_path / "parts")
+    # batch weights cycle with the row within a batch, and 16 is no multiple of 3: the samples weigh differently, so only check sizes
+    assert [x[2] for x in a] == [x[2] for x in b]
+    for name, size, n in (("joined2", 64, 1), ("parts2", 16, 4)):
+        train(tmp_path / name, train={"steps": 3, "accumulate": n, "tables": {"lr": 1e-12}}, data={"batch_size": size})
+    for x, y in zip(losses(tmp_path / "joined2"), losses(tmp_path / "parts2")):
+        assert x == pytest.approx(y, rel=1e-5)
+
+
+def test_compile_trains(tmp_path):
+    a = train(tmp_path / "eager", train={"steps": 3})
+    b = train(tmp_path / "compiled", train={"steps": 3, "compile": True})
+    assert b.tasks["ctr"]["logloss"] == pytest.approx(a.tasks["ctr"]["logloss"], rel=1e-4)
+
+
+def test_missing_tensorboard_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.warns(UserWarning, match=r"gem-core\[log\]") as found:
+        train(tmp_path / "run", train={"steps": 2, "tensorboard": True})
+    assert len(found) == 1
+
+
+def test_tensorboard_is_written(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path / "run", train={"steps": 3, "tensorboard": True})
+    events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    logged = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert [s for s, _ in logged] == [1, 2, 3]
+    assert [v for _, v in logged] == pytest.approx([x[1] for x in losses(tmp_path / "run")])
+    assert "eval/ctr/ne" in events.Tags()["scalars"]

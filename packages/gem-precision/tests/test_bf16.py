@@ -1,0 +1,66 @@
+"""The recipe bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gem_core.errors import ConfigError
+from gem_core.hookspecs import RecipeSpec
+from gem_core.plugins import manager
+from gem_core.testing.recipes import RecipeConformance
+from gem_core.train.contract import RecipeContext
+from gem_precision.bf16 import Bf16Config, apply_bf16
+
+
+class TestBf16(RecipeConformance):
+    spec = RecipeSpec("bf16", Bf16Config, apply_bf16)
+    min_sqnr_db = 40.0  # three bf16 products of 64 to 128 terms: 2^-9 relative rounding, about 45 dB
+    min_grad_sqnr_db = 35.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(32, 32), nn.ModuleList([nn.Linear(32, 1), nn.Linear(32, 1)])
+        self.seen = {}
+
+    def forward(self, x):
+        y = self.body(x)
+        self.seen["body"] = y.dtype
+        outs = [head(y) for head in self.heads]
+        self.seen["heads"] = outs[0].dtype
+        return torch.cat(outs, 1)
+
+
+def applied(**options):
+    torch.manual_seed(0)
+    net = Net()
+    guard = apply_bf16(net, Bf16Config(**options), RecipeContext())
+    return net, {name: precision for name, precision, _ in guard.describe()}
+
+
+def test_products_are_bf16_and_kept_modules_fp32():
+    x = torch.randn(64, 32)
+    net, sites = applied(keep=("heads.*",))
+    net(x)
+    assert net.seen == {"body": torch.bfloat16, "heads": torch.float32}
+    assert sites == {"body": "bf16", "heads.0": "fp32", "heads.1": "fp32"}
+    exact = nn.functional.linear(nn.functional.linear(x.bfloat16(), net.body.weight.bfloat16(), net.body.bias.bfloat16()).float(),
+                                 net.heads[0].weight, net.heads[0].bias)  # fmt: skip
+    assert torch.equal(net(x)[:, :1], exact)
+    net, sites = applied(keep=())
+    net(x)
+    assert net.seen["heads"] == torch.bfloat16
+    assert set(sites.values()) == {"bf16"}
+
+
+def test_it_is_offered_by_name():
+    assert manager().find("recipe", "bf16").apply is apply_bf16
+    assert manager().distribution_of("recipe", "bf16") == "gem-precision"
+
+
+def test_parameters_that_are_not_fp32_are_refused():
+    with pytest.raises(ConfigError, match=r"body.weight is torch.bfloat16"):
+        apply_bf16(Net().bfloat16(), Bf16Config(), RecipeContext())

@@ -6,6 +6,8 @@ remains is searched: log2(T) steps, each a gather from the edges.
 
     edges     e0      e1          e2            bucket of |ti - tj| = number of edges <= |ti - tj|
     bucket  0  |   1   |    2      |     3
+
+Positions and times come as columns ``[M, 1]`` and rows ``[1, N]`` of the tile, in either orientation.
 """
 
 from __future__ import annotations
@@ -18,34 +20,27 @@ _FAR = tl.constexpr(1 << 61)
 
 
 @triton.jit
-def position_bias(p, j, p_min, p_max, j_min, j_max, table, radius):
-    """``table[clamp(j - p, -R, R) + R]`` for positions ``p [M, 1]``, ``j [1, N]`` whose ranges the scalars give."""
-    if (j_min - p_max >= radius) | (j_max - p_min <= -radius):
-        at = tl.where(j_min - p_max >= radius, 2 * radius, 0)
-        bias = tl.zeros([p.shape[0], j.shape[1]], tl.float32) + tl.load(table + at).to(tl.float32)
+def load_times(times, row0, start, rows, BLOCK: tl.constexpr):
+    """Times of rows start .. start + BLOCK of a sample of ``rows`` rows, and their smallest and largest; zeros without times."""
+    i = start + tl.arange(0, BLOCK)
+    if times is None:
+        return i.to(tl.int64), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     else:
-        distance = tl.minimum(tl.maximum(j - p, -radius), radius) + radius
-        bias = tl.load(table + distance).to(tl.float32)
-    return bias
+        live = i < rows
+        t = tl.load(times + row0 + i, live, 0).to(tl.int64)
+        return t, tl.min(tl.where(live, t, _FAR), 0), tl.max(tl.where(live, t, -_FAR), 0)
 
 
 @triton.jit
 def count_edges(difference, edges, count, STEPS: tl.constexpr):
     """How many of the ascending ``edges [count]`` are <= ``difference`` (any shape, int64), by bisection; 2**STEPS > count."""
-    low = tl.zeros(difference.shape, tl.int32)
+    low = (difference * 0).to(tl.int32)
     for step in tl.static_range(STEPS):
-        half = 1 << (STEPS - 1 - step)
-        probe = low + half
+        probe = low + (1 << (STEPS - 1 - step))
         inside = probe <= count
         edge = tl.load(edges + probe - 1, inside, 0)
         low = tl.where(inside & (edge <= difference), probe, low)
     return low
-
-
-@triton.jit
-def time_range(times, live):
-    """Smallest and largest of a vector of times, rows that are not live apart."""
-    return tl.min(tl.where(live, times, _FAR), 0), tl.max(tl.where(live, times, -_FAR), 0)
 
 
 @triton.jit
@@ -57,11 +52,21 @@ def bucket_range(q_low, q_high, k_low, k_high, edges, count, STEPS: tl.constexpr
 
 
 @triton.jit
+def position_bias(p, j, nearest, farthest, table, radius):
+    """``table[clamp(j - p, -R, R) + R]``; j - p lies within [nearest, farthest]."""
+    bias = (p * 0 + j * 0).to(tl.float32)
+    if (nearest >= radius) | (farthest <= -radius):
+        bias += tl.load(table + tl.where(nearest >= radius, 2 * radius, 0)).to(tl.float32)
+    else:
+        bias += tl.load(table + tl.minimum(tl.maximum(j - p, -radius), radius) + radius).to(tl.float32)
+    return bias
+
+
+@triton.jit
 def time_bias(tq, tk, q_low, q_high, k_low, k_high, table, edges, count, STEPS: tl.constexpr):
-    """``table[bucket(|tq - tk|)]`` for times ``tq [M, 1]``, ``tk [1, N]`` (int64) whose ranges the scalars give."""
+    """``table[bucket(|tq - tk|)]`` for times (int64) whose ranges the scalars give."""
     first, last = bucket_range(q_low, q_high, k_low, k_high, edges, count, STEPS)
-    value = tl.load(table + first).to(tl.float32)
-    bias = tl.zeros([tq.shape[0], tk.shape[1]], tl.float32) + value
+    bias = (tq * 0 + tk * 0).to(tl.float32) + tl.load(table + first).to(tl.float32)
     if last > first:
         difference = tl.abs(tq - tk)
         if last <= first + 2:
@@ -75,17 +80,15 @@ def time_bias(tq, tk, q_low, q_high, k_low, k_high, table, edges, count, STEPS: 
 
 @triton.jit
 def pair_bias(
-    p, j, p_min, p_max, j_min, j_max, tq, tq_low, tq_high, k_times, key_row, h,
-    bias_position, bias_time, time_edges, radius, edges, TIME_STEPS: tl.constexpr,
+    p, j, nearest, farthest, tq, tk, q_low, q_high, k_low, k_high, head,
+    bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the position and time bias of a tile of pairs, natural units. ``p [M]``, ``tq [M]``, ``j [N]``."""
-    bias = tl.zeros([p.shape[0], j.shape[0]], tl.float32)
+    """Position and time bias of a tile of pairs for one head, natural units."""
+    bias = (p * 0 + j * 0).to(tl.float32)
     if bias_position is not None:
-        bias += position_bias(p[:, None], j[None, :], p_min, p_max, j_min, j_max, bias_position, radius)
+        bias += position_bias(p, j, nearest, farthest, bias_position + head * stride_bp, radius)
     if bias_time is not None:
-        tk = tl.load(k_times + key_row + j, j < h, 0).to(tl.int64)
-        tk_low, tk_high = time_range(tk, j < h)
-        bias += time_bias(tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, bias_time, time_edges, edges, TIME_STEPS)
+        bias += time_bias(tq, tk, q_low, q_high, k_low, k_high, bias_time + head * stride_bt, time_edges, edges, TIME_STEPS)
     return bias
 
 
@@ -95,7 +98,7 @@ def own_bias(
     stride_bp, stride_bt, radius, edges, TIME_STEPS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Bias of a candidate row and its own key: distance 0; the key's time is the row's own under request sharing. ``[M]``."""
-    bias = tl.zeros(i.shape, tl.float32)
+    bias = (i * 0).to(tl.float32)
     if bias_position is not None:
         bias += tl.load(bias_position + head * stride_bp + radius).to(tl.float32)
     if bias_time is not None:
@@ -107,7 +110,7 @@ def own_bias(
 @triton.jit
 def own_bucket(tq, own_row, i, candidate, time_edges, k_times, edges, TIME_STEPS: tl.constexpr, SHARED: tl.constexpr):
     """Time bucket of a candidate row and its own key."""
-    difference = tl.zeros(i.shape, tl.int64)
+    difference = (i * 0).to(tl.int64)
     if not SHARED:
         difference = tl.abs(tq - tl.load(k_times + own_row + i, candidate, 0).to(tl.int64))
     return count_edges(difference, time_edges, edges, TIME_STEPS)

@@ -14,13 +14,15 @@ n_pad · 2^(0 - m) leaves the denominator at the end. Where that surplus is most
 difference would cancel, and the program repeats its tile with masks. For plain full attention without bias only.
 """
 
+# ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate
-from gem_kernels.triton.attention.bias import own_bias, pair_bias, time_range
+from gem_kernels.triton.attention.bias import load_times, own_bias, pair_bias
 from gem_kernels.triton.attention.masks import key_block, key_walk, sample_geometry, visible
 from gem_kernels.triton.attention.tiles import load_own, load_rows, store_rows, zero_slack
 
@@ -61,28 +63,19 @@ def attention_fwd_kernel(
         entry = tl.load(tiles + item // H)
         sample = (entry >> 32).to(tl.int32)
         m0 = (entry & 0xFFFFFFFF).to(tl.int32) * BLOCK_M
-        q_row, out_row, lq, k_row, h, t, c = sample_geometry(
-            sample, q_offsets, k_offsets, num_targets, context_len, kv_index, q_len
-        )
+        q_row, out_row, lq, k_row, h, t, c = sample_geometry(sample, q_offsets, k_offsets, num_targets, context_len, kv_index, q_len)
         shift = h + t - lq
         m1 = tl.minimum(m0 + BLOCK_M, lq)
         i = m0 + tl.arange(0, BLOCK_M)
         p = tl.minimum(i + shift, h)
         p_min = tl.minimum(m0 + shift, h)
         p_max = tl.minimum(m1 - 1 + shift, h)
-        blocks, walk_head, walk_first, free0, free1 = key_walk(
-            m0, m1, shift, h, c, left, right, BLOCK_N, CAUSAL, WINDOW, CONTEXT
-        )
+        blocks, walk_head, walk_first, free0, free1 = key_walk(m0, m1, shift, h, c, left, right, BLOCK_N, CAUSAL, WINDOW, CONTEXT)
         q_tile = load_rows(q, q_row, m0, lq, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, TMA)
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + head)
-        tq = i.to(tl.int64)
-        tq_low = tl.zeros([], tl.int64)
-        tq_high = tq_low
-        if bias_time is not None:
-            tq = tl.load(q_times + q_row + i, i < lq, 0).to(tl.int64)
-            tq_low, tq_high = time_range(tq, i < lq)
+        tq, tq_low, tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
 
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -103,7 +96,8 @@ def attention_fwd_kernel(
                     l_i = tl.where(candidate, 1.0, 0.0)
                     acc += v_own.to(tl.float32)
                 else:
-                    acc += tl.where(candidate, activate(own, act_id, ACT, ACT_SET, FAST).to(tl.float32), 0.0)[:, None] * v_own.to(tl.float32)
+                    weight = tl.where(candidate, activate(own, act_id, ACT, ACT_SET, FAST).to(tl.float32), 0.0)
+                    acc += weight[:, None] * v_own.to(tl.float32)
 
         for x in tl.range(0, blocks):
             n0 = key_block(x, walk_head, walk_first, CONTEXT) * BLOCK_N
@@ -111,10 +105,11 @@ def attention_fwd_kernel(
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             j = n0 + tl.arange(0, BLOCK_N)
             if BIAS:
+                tk, tk_low, tk_high = load_times(k_times, k_row, n0, h, BLOCK_N)
                 s = s * scale + pair_bias(
-                    p, j, p_min, p_max, n0, tl.minimum(n0 + BLOCK_N, h) - 1, tq, tq_low, tq_high, k_times, k_row, h,
-                    bias_position + head * stride_bp if bias_position is not None else None,
-                    bias_time + head * stride_bt if bias_time is not None else None, time_edges, radius, edges, TIME_STEPS,
+                    p[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
+                    tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, head,
+                    bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
                 )  # fmt: skip
             elif not FOLD:
                 s = s * scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from gem_core.ops.contracts import GDPA
 from gem_kernels.triton.attention.activations import IDS
 from gem_kernels.triton.attention.plan import Plan
 from gem_kernels.triton.attention.schedule import TileList, tile_list
+from gem_kernels.triton.attention.tiles import descriptor
+from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 
 
@@ -20,7 +23,7 @@ class Inputs:
     def __init__(self, plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
         named = dict(zip(GDPA.tensors, tensors))
         for name in ("q", "k", "v", "target_k", "target_v"):
-            setattr(self, name, _dense_columns(named[name]))
+            setattr(self, name, dense_columns(named[name]))
         for name in ("q_offsets", "k_offsets", "num_targets", "kv_index", "bias_position", "bias_time", "bias_time_edges"):
             setattr(self, name, named[name])
         self.context_len = named["context_len"] if plan.context else None
@@ -51,6 +54,13 @@ class Inputs:
             work_offsets=self.k_offsets, work_map=self.kv_index, reverse=plan.causal,
         )  # fmt: skip
 
+    def sample_tiles(self, work_offsets: Tensor | None) -> TileList:
+        """One tile for every sample, also an empty one; heaviest by ``work_offsets`` first."""
+        return tile_list(
+            self.batch, 1, self.device, rows=self.batch, length=1, work_offsets=work_offsets,
+            work_map=None if work_offsets is self.q_offsets else self.kv_index,
+        )  # fmt: skip
+
     def k_tiles(self, block: int) -> TileList:
         """Tiles of history keys, by request under sharing and by sample otherwise, with as much work as the sample has query rows."""
         plan = self.plan
@@ -75,8 +85,28 @@ def row_strides(*tensors: Tensor | None) -> list[int]:
     return [s for t in tensors for s in ((0, 0) if t is None else (t.stride(0), t.stride(1)))]
 
 
-def _dense_columns(x: Tensor | None) -> Tensor | None:
+def dense_columns(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def bias_strides(x: Inputs) -> list[int]:
+    """Row strides of the position and the time table."""
+    return [0 if t is None else t.stride(0) for t in (x.bias_position, x.bias_time)]
+
+
+def descriptors(tma: bool, *boxes: tuple[Tensor, int]) -> list[Any]:
+    """A descriptor of each (tensor, rows of a box), or the tensors themselves."""
+    return [descriptor(t, rows) if tma else t for t, rows in boxes]
+
+
+def grid_size(bound: int, heads: int, persistent: int, sms: int) -> int:
+    """Programs for at most ``bound`` tiles a head: one each, or ``persistent`` on every SM, walking over the tiles."""
+    return min(bound * heads, persistent * sms) if persistent else bound * heads
+
+
+def choose_and_run(x: Inputs, kernel: str, propose: Callable[[str, Plan, DeviceInfo], list[Config]], run: Callable[[Config], None]) -> None:
+    """Launch ``kernel`` with the configuration for the call's facts."""
+    run(choose(kernel, x.plan.facts, x.info, lambda: propose(kernel, x.plan, x.info), run))
 
 
 _cached_ids: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}

@@ -8,18 +8,13 @@ from torch import Tensor
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.attention import candidates
 from gem_kernels.triton.attention.forward import attention_fwd_kernel
-from gem_kernels.triton.attention.inputs import Inputs, row_strides
+from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import plan
-from gem_kernels.triton.attention.tiles import descriptor, tma_fits
-from gem_kernels.triton.common.configs import Config, choose
+from gem_kernels.triton.attention.tiles import tma_fits
+from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
 
 Saved = tuple[Tensor | None, ...]
-
-
-def grid_size(bound: int, heads: int, persistent: int, sms: int) -> int:
-    """Programs for at most ``bound`` tiles a head: one each, or ``persistent`` on every SM, walking over the tiles."""
-    return min(bound * heads, persistent * sms) if persistent else bound * heads
 
 
 def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Inputs]:
@@ -36,18 +31,12 @@ def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Tensor |
     return out, lse, x
 
 
-def choose_and_run(x: Inputs, kernel: str, propose, run) -> None:
-    """Launch ``kernel`` with the configuration for the call's facts."""
-    config = choose(kernel, x.plan.facts, x.info, lambda: propose(x.plan, x.info), run)
-    run(config)
-
-
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
     p, meta = x.plan, dict(config)
     tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v))
     m, n, persistent = meta["BLOCK_M"], meta["BLOCK_N"], meta.pop("PERSISTENT")
     tiles = x.q_tiles(m)
-    q, k, v = (descriptor(x.q, m), descriptor(x.k, n), descriptor(x.v, n)) if tma else (x.q, x.k, x.v)
+    q, k, v = descriptors(tma, (x.q, m), (x.k, n), (x.v, n))
     launch(
         attention_fwd_kernel, (grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
         q, k, v, out, lse, *x.sample_args(), *x.bias_args(), tiles.tiles, tiles.count,
@@ -55,8 +44,3 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
         x.batch, x.q_len, x.out_rows, p.left, p.right, x.radius, x.edges, p.scale, p.out_scale * p.folded_gain,
         **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, SUBTRACT=False, POSITIVE=p.scale > 0, TMA=tma, **meta,
     )  # fmt: skip
-
-
-def bias_strides(x: Inputs) -> list[int]:
-    """Row strides of the position and the time table."""
-    return [0 if t is None else t.stride(0) for t in (x.bias_position, x.bias_time)]

@@ -1,4 +1,4 @@
-"""What the host knows of a call before it sees a tensor's values: the constants of its kernels, and the facts a configuration is chosen by."""
+"""What is known of a call from its problem alone: the constants of its kernels, and the facts a configuration is chosen by."""
 
 from __future__ import annotations
 
@@ -62,7 +62,12 @@ class Plan:
     @property
     def plain(self) -> bool:
         """Every query row of a sample sees every key of it, without bias, each sample with keys of its own."""
-        return self.mask == "full" and not (self.targets or self.bias or self.shared)
+        return self.simple and self.mask == "full"
+
+    @property
+    def simple(self) -> bool:
+        """No candidates, no bias, and each sample with keys of its own."""
+        return not (self.targets or self.bias or self.shared)
 
     @functools.cached_property
     def facts(self) -> Facts:

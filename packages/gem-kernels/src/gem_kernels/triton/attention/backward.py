@@ -1,0 +1,257 @@
+"""From saved tensors and dO to the launches of a backward scheme.
+
+| scheme | programs | products a tile pair | for |
+|---|---|---|---|
+| split | dQ by query tiles, then dK, dV by key tiles | 3 + 4 | every option; deterministic |
+| kv_resident | a (sample, head) whose keys fit one tile | 5 | short K and V; deterministic |
+| q_resident | a (sample, head) whose queries fit one tile | 5 | short Q, shared Q; deterministic |
+| sample | a (sample, head), dQ summed in a buffer | 5 | many samples times heads; deterministic |
+| atomic | key tiles, dQ by atomics | 5 | few, long samples |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.contract import YES, Problem, Supported, no
+from gem_kernels.triton.attention import candidates
+from gem_kernels.triton.attention.backward_bias import attention_bwd_bias_kernel
+from gem_kernels.triton.attention.backward_dkdv import attention_bwd_dkdv_kernel
+from gem_kernels.triton.attention.backward_dq import attention_bwd_dq_kernel
+from gem_kernels.triton.attention.backward_rows import attention_bwd_delta_kernel, attention_bwd_own_kernel
+from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns, descriptors, grid_size, row_strides
+from gem_kernels.triton.attention.plan import Plan, plan
+from gem_kernels.triton.attention.tiles import tma_fits
+from gem_kernels.triton.common.configs import Config
+from gem_kernels.triton.common.launch import launch
+
+Saved = tuple[Tensor | None, ...]
+
+SCHEMES = ("split", "kv_resident", "q_resident", "sample", "atomic")
+_DQ_MODES = {"split": 0, "kv_resident": 1, "sample": 2, "atomic": 3}
+
+
+def scheme_supports(p: Plan, scheme: str) -> Supported:
+    """Whether ``scheme`` can do the problem, with the reason where it cannot."""
+    if scheme == "split":
+        return YES
+    if scheme == "atomic" and p.deterministic:
+        return no("the order of its atomic additions varies, and deterministic algorithms are asked for")
+    if not p.simple:
+        return no(f"{scheme} backward has no candidates, bias or request sharing")
+    if scheme == "q_resident":
+        if p.mask != "full" or p.group > 1:
+            return no("needs full attention and as many key heads as query heads")
+        return YES if p.q_bound <= candidates.resident_limit(p) else no(f"needs max_q_len <= {candidates.resident_limit(p)}")
+    if p.broadcast:
+        return no(f"{scheme} backward has no shared q")
+    if scheme == "kv_resident":
+        if p.mask != "full":
+            return no("needs full attention")
+        return YES if p.k_bound <= candidates.resident_limit(p) else no(f"needs max_k_len <= {candidates.resident_limit(p)}")
+    return YES
+
+
+def automatic_scheme(p: Plan) -> str:
+    """The fewest products that the problem allows, without atomics."""
+    for scheme in ("kv_resident", "q_resident"):
+        if scheme_supports(p, scheme):
+            return scheme
+    return "split"
+
+
+def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...], scheme: str | None = None) -> Saved:
+    """Gradients of q, k, v, target_k, target_v, bias_position, bias_time, None where not needed."""
+    p = plan(problem)
+    inputs = 18
+    x = Inputs(p, saved[:inputs])
+    out, lse = saved[inputs:] if p.softmax else (None, None)
+    pass_ = _Backward(x, out, lse, dense_columns(dout), needs)
+    if x.batch == 0 or x.out_rows == 0:
+        return pass_.zeros()
+    if scheme is None:
+        scheme = automatic_scheme(p) if all(needs[:3]) else "split"
+    return pass_.run(scheme)
+
+
+class _Backward:
+    def __init__(self, x: Inputs, out: Tensor | None, lse: Tensor | None, dout: Tensor, needs: tuple[bool, ...]) -> None:
+        p = x.plan
+        self.x, self.out, self.lse, self.dout = x, out, lse, dout
+        self.need_q, self.need_keys = needs[0], needs[1] or needs[2]
+        self.need_targets, self.need_bias = needs[3] or needs[4], needs[5] or needs[6]
+        self.needs = needs
+        self.delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
+        gain = p.out_scale * p.folded_gain
+        self.ds_scale, self.dv_scale = p.scale * gain, gain
+        self.delta_scale = 1.0 / p.out_scale if p.out_scale else 0.0
+
+    def zeros(self) -> Saved:
+        x = self.x
+        tensors = (x.q, x.k, x.v, x.target_k, x.target_v, x.bias_position, x.bias_time)
+        return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) if need else None for t, need in zip(tensors, self.needs))
+
+    def run(self, scheme: str) -> Saved:
+        x, p = self.x, self.x.plan
+        dq = dk = dv = None
+        if scheme == "q_resident":
+            dk, dv = _like(x.k), _like(x.v)
+            dq = self._query_side("attention.q_resident", dk, dv)
+        elif scheme == "split":
+            if self.need_q:
+                dq = self._query_side("attention.dq", None, None)
+            elif p.softmax:
+                self._delta()
+            if self.need_keys or (self.need_targets and not p.shared):
+                dk, dv = _like(x.k), _like(x.v)
+                self._key_side("attention.dkdv", 0, None, dk, dv)
+        else:
+            dk, dv = _like(x.k), _like(x.v)
+            direct = scheme == "kv_resident"
+            dq = _like(x.q) if direct else torch.zeros(x.q.shape, dtype=torch.float32, device=x.device)
+            if p.softmax and not direct:
+                self._delta()
+            self._key_side(f"attention.{scheme}", _DQ_MODES[scheme], dq, dk, dv)
+            dq = dq.to(x.q.dtype)
+        d_target_k = d_target_v = d_position = d_time = None
+        if p.targets:
+            d_target_k, d_target_v = self._own(dk, dv)
+        if self.need_bias:
+            d_position, d_time = self._bias()
+        grads = (dq, dk, dv, d_target_k, d_target_v, d_position, d_time)
+        return tuple(g if need else None for g, need in zip(grads, self.needs))
+
+    def _query_side(self, kernel: str, dk: Tensor | None, dv: Tensor | None) -> Tensor:
+        x, p = self.x, self.x.plan
+        if not p.broadcast:
+            dq = _like(x.q)
+            choose_and_run(x, kernel, candidates.query_side, lambda c: self._launch_dq(c, dq, dk, dv))
+            return dq
+        partial: list[Tensor] = []
+
+        def run(config: Config) -> None:
+            blocks = -(-x.q_len // self._rows(config, dk))
+            partials = max(1, min(x.batch, max(config["PERSISTENT"], 1) * x.info.sms // (p.heads * blocks)))
+            partial[:] = [torch.empty(partials, *x.q.shape, dtype=torch.float32, device=x.device)]
+            self._launch_dq(config, partial[0], dk, dv, grid=partials * p.heads * blocks)
+
+        choose_and_run(x, kernel, candidates.query_side, run)
+        return partial[0].sum(0).to(x.q.dtype)
+
+    def _rows(self, config: Config, dk: Tensor | None) -> int:
+        """Query rows of a tile: the whole sample where the keys' gradients are written on the way."""
+        return max(config["BLOCK_M"], self.x.plan.q_bound) if dk is not None else config["BLOCK_M"]
+
+    def _launch_dq(self, config: Config, dq: Tensor, dk: Tensor | None, dv: Tensor | None, grid: int | None = None) -> None:
+        x, p, meta = self.x, self.x.plan, dict(config)
+        emit = dk is not None
+        meta["BLOCK_M"] = m = self._rows(config, dk)
+        tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v, self.dout))
+        persistent = meta.pop("PERSISTENT")
+        tiles = x.sample_tiles(x.k_offsets) if emit or p.broadcast else x.q_tiles(m)
+        q, k, v, dout = descriptors(tma, (x.q, m), (x.k, meta["BLOCK_N"]), (x.v, meta["BLOCK_N"]), (self.dout, m))
+        launch(
+            attention_bwd_dq_kernel, (grid or grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
+            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, *x.sample_args(), *x.bias_args(), tiles.tiles, tiles.count,
+            *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k, x.target_v),
+            *bias_strides(x), x.batch, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
+            p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
+            **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, EMIT=emit, TMA=tma, **meta,
+        )  # fmt: skip
+
+    def _key_side(self, kernel: str, mode: int, dq: Tensor | None, dk: Tensor, dv: Tensor) -> None:
+        x = self.x
+        order = first = None
+        if x.kv_index is not None:
+            request, order = torch.sort(x.kv_index, stable=True)
+            first = torch.searchsorted(request, torch.arange(x.requests + 1, dtype=request.dtype, device=x.device))
+
+        def run(config: Config) -> None:
+            if mode == 3:
+                dq.zero_()
+            self._launch_dkdv(config, mode, dq, dk, dv, order, first)
+
+        choose_and_run(x, kernel, candidates.key_side, run)
+
+    def _launch_dkdv(
+        self, config: Config, mode: int, dq: Tensor | None, dk: Tensor, dv: Tensor, order: Tensor | None, first: Tensor | None
+    ) -> None:
+        x, p, meta = self.x, self.x.plan, dict(config)
+        if mode == 1:
+            meta["BLOCK_N"] = max(meta["BLOCK_N"], p.k_bound)
+        m, n, persistent = meta["BLOCK_M"], meta["BLOCK_N"], meta.pop("PERSISTENT")
+        tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v, self.dout))
+        tiles = x.sample_tiles(x.q_offsets) if mode in (1, 2) else x.k_tiles(n)
+        q, k, v, dout = descriptors(tma, (x.q, m), (x.k, n), (x.v, n), (self.dout, m))
+        launch(
+            attention_bwd_dkdv_kernel, (grid_size(tiles.bound, p.kv_heads, persistent, x.info.sms),), x.device,
+            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv,
+            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), tiles.tiles, tiles.count,
+            *row_strides(x.q, x.k, x.v, self.out, self.dout, dq, dk, dv), *bias_strides(x),
+            x.batch, x.requests, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
+            p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
+            **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, DQ=mode, TMA=tma, **meta,
+        )  # fmt: skip
+
+    def _delta(self) -> None:
+        x, p = self.x, self.x.plan
+        block = 64 if p.dv_pad <= 64 else 32
+        launch(
+            attention_bwd_delta_kernel, (-(-x.out_rows // block) * p.heads,), x.device,
+            self.out, self.dout, self.delta, *row_strides(self.out, self.dout), x.out_rows, self.delta_scale,
+            H=p.heads, DV=p.dv, DV_PAD=p.dv_pad, BLOCK_M=block, num_warps=4,
+        )  # fmt: skip
+
+    def _own(self, dk: Tensor | None, dv: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of the candidates' own rows: into dk, dv, or under request sharing into tensors of their own, which are returned."""
+        x, p = self.x, self.x.plan
+        if (p.shared and not self.need_targets) or (not p.shared and dk is None):
+            return None, None
+        to_k, to_v = (_like(x.target_k), _like(x.target_v)) if p.shared else (dk, dv)
+        block = 16 if max(p.d_pad, p.dv_pad) > 128 else 32
+        tiles = x.q_tiles(block)
+        constants = p.constants(x.info.nvidia)
+        for name in ("PRECISION", "CAUSAL", "WINDOW"):
+            del constants[name]
+        launch(
+            attention_bwd_own_kernel, (grid_size(tiles.bound, p.kv_heads, 0, x.info.sms),), x.device,
+            x.q, self.dout, self.lse, self.delta, to_k, to_v,
+            x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.target_v, x.kv_index, *x.bias_args(), tiles.tiles, tiles.count,
+            *row_strides(x.q, self.dout, to_k, to_v, x.target_k, x.target_v), *bias_strides(x),
+            x.batch, x.out_rows, x.radius, x.edges, p.scale, self.ds_scale, self.dv_scale,
+            **constants, TIME_STEPS=x.time_steps, BLOCK_M=block, num_warps=4,
+        )  # fmt: skip
+        return (to_k, to_v) if p.shared else (None, None)
+
+    def _bias(self) -> tuple[Tensor, Tensor | None]:
+        x, p = self.x, self.x.plan
+        span = 2 * x.radius + 1
+        times = 0 if x.bias_time is None else x.bias_time.shape[1]
+        result: list[Tensor] = []
+
+        def run(config: Config) -> None:
+            meta = dict(config)
+            tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v, self.dout))
+            m, n = meta["BLOCK_M"], meta["BLOCK_N"]
+            tiles = x.q_tiles(m)
+            programs = max(1, min(tiles.bound, max(meta.pop("PERSISTENT"), 1) * x.info.sms // p.heads))
+            partial = torch.zeros(programs * p.heads, span + times, dtype=torch.float32, device=x.device)
+            q, k, v, dout = descriptors(tma, (x.q, m), (x.k, n), (x.v, n), (self.dout, m))
+            launch(
+                attention_bwd_bias_kernel, (programs * p.heads,), x.device,
+                q, k, v, dout, self.lse, self.delta, partial, *x.sample_args(), *x.bias_args(), tiles.tiles, tiles.count,
+                *row_strides(x.q, x.k, x.v, self.dout, x.target_k, x.target_v), *bias_strides(x),
+                x.out_rows, p.left, p.right, x.radius, x.edges, span + times, p.scale,
+                **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, TMA=tma, **meta,
+            )  # fmt: skip
+            result[:] = [partial.view(programs, p.heads, span + times).sum(0) * self.dv_scale]
+
+        choose_and_run(x, "attention.bias", candidates.bias, run)
+        total = result[0]
+        d_time = None if x.bias_time is None else total[:, span:].to(x.bias_time.dtype)
+        return total[:, :span].to(x.bias_position.dtype), d_time
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)

@@ -101,7 +101,7 @@ class PluginManager:
     def __init__(self, *, disabled: Iterable[str] = (), entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
         self._lock = threading.RLock()
         self._plugins: dict[str, _Plugin] = {}
-        self._strict = os.environ.get("GEM_PLUGINS_STRICT", "") not in ("", "0")
+        self.strict = os.environ.get("GEM_PLUGINS_STRICT", "") not in ("", "0")
         self._collected: set[str] = set()
         self._collecting: str | None = None
         found = list(metadata.entry_points(group=hookspecs.GROUP) if entry_points is None else entry_points)
@@ -152,12 +152,8 @@ class PluginManager:
 
     def status(self) -> list[PluginStatus]:
         """Every plug-in found, loaded or not. Collects all kinds; never raises for a broken plug-in."""
-        strict, self._strict = self._strict, False
-        try:
-            for kind in KINDS:
-                self._collect(kind, tolerate=True)
-        finally:
-            self._strict = strict
+        for kind in KINDS:
+            self._collect(kind, tolerate=True)
         conflicts = self._conflicts()
         lines = []
         for p in self._plugins.values():
@@ -242,7 +238,7 @@ class PluginManager:
             plugin.reason = _reason(fault)
             plugin.offers.clear()
             error = PluginError(f"plug-in {plugin.title} cannot be used: {plugin.reason}", where=_location(fault), fix=fix)
-            if not tolerate and (self._strict or plugin.asked or plugin.name == CORE):
+            if not tolerate and (self.strict or plugin.asked or plugin.name == CORE):
                 raise error from fault
             warnings.warn(str(error), PluginWarning, stacklevel=3)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gem_core.cli.groups import CommandGroups
+from gem_core.errors import PluginError
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +36,15 @@ def plugins(
     status = manager().status()
     if as_json:
         print(json.dumps([dataclasses.asdict(s) for s in status], indent=2))
-        return
-    for s in status:
-        print(f"{s.name} {s.version}  {s.state}" + (f": {s.reason}" if s.reason else ""))
-        print(f"  api {s.api if s.api is not None else '-'}; hooks: {', '.join(s.hooks) or 'none'}")
-        for kind, names in s.offers.items():
-            print(f"  {kind.replace('_', ' ')}: {', '.join(names)}")
+    else:
+        for s in status:
+            print(f"{s.name} {s.version}  {s.state}" + (f": {s.reason}" if s.reason else ""))
+            print(f"  api {s.api if s.api is not None else '-'}; hooks: {', '.join(s.hooks) or 'none'}")
+            for kind, names in s.offers.items():
+                print(f"  {kind.replace('_', ' ')}: {', '.join(names)}")
+    faulty = [s.name for s in status if s.state in ("broken", "conflict")]
+    if faulty and manager().strict:
+        raise PluginError(f"{', '.join(faulty)} cannot be used, and GEM_PLUGINS_STRICT is set", fix="mend, upgrade or uninstall it")
 
 
 def _ops(as_json: bool) -> None:

@@ -1,0 +1,1 @@
+"""Another implementation of gdpa, as an example of a plug-in."""

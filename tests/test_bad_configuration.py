@@ -1,0 +1,49 @@
+"""Configurations that cannot work, told by the command: what, where, what to do, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CASES = {
+    "missing file": (None, r"the configuration file does not exist\n  where: my\.toml\n  fix:   check the path"),
+    "unknown key": (
+        "[train]\nstep = 3\n",
+        r"unknown key train\.step\n  where: train\.step \(my\.toml:2\)\n  fix:   did you mean train\.steps\?",
+    ),
+    "unknown section": ("[trainer]\nsteps = 3\n", r"unknown key trainer\n  where: trainer \(my\.toml:1\)\n  fix:   did you mean train\?"),
+    "unknown model option": ("[model]\nlayer = 3\n", r"unknown key model\.layer\n  where: model\.layer \(my\.toml:2\)"),
+    "unknown preset": ("[model]\npreset = 'tinny'\n", r"tinny.*\n(.*\n)*.*tiny"),
+    "unknown model": ("[model]\nname = 'gemm'\n", r"there is no model called 'gemm'; there are: .*gem"),
+    "unknown source option": (
+        "[data.synthetic]\nrowz = 3\n",
+        r"unknown key data\.synthetic\.rowz\n  where: data\.synthetic\.rowz \(my\.toml:2\)",
+    ),
+    "unknown implementation": ("[kernels.ops]\ngdpa = 'fastest'\n", r"fastest"),
+    "unknown op": ("[kernels.ops]\ngpda = 'reference'\n", r"no op called 'gpda'\n.*\n.*did you mean 'gdpa'\?"),
+    "unknown metric": ("[eval]\nmetrics = ['nee']\n", r"there is no metric called 'nee'.*\n.*did you mean 'ne'"),
+    "wrong type": ("[train]\nsteps = 'many'\n", r"train\.steps = \"many\": input should be a valid integer"),
+    "out of range": ("[data]\nbatch_size = 0\n", r"data\.batch_size = 0: input should be greater than 0"),
+    "two features with one name": (
+        "[features.dense.a]\n[features.sparse.a]\nrows = 3\n",
+        r"two features have the name 'a': features\.dense\.a and features\.sparse\.a; rename one",
+    ),
+    "not TOML": ("[train\n", r"not valid TOML: .*\n  where: my\.toml:1"),
+    "mesh for one process": ("[parallel]\nreplicate = 2\n", r"(?i)replicate|world"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_told_by_train(case: str, run: Callable, tmp_path: Path):
+    text, words = CASES[case]
+    if text is not None:
+        (tmp_path / "here" / "my.toml").write_text(text)
+    done = run(sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", "my.toml")
+    assert done.returncode == 2, done.stderr
+    assert re.search(rf"error: (.*\n)*?.*{words}", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "here" / "runs").exists(), "a run folder was made for a configuration that cannot run"

@@ -1,0 +1,166 @@
+"""Who reads which samples of an epoch, and how a position survives another world size or batch size.
+
+An epoch is a fixed order of ``total`` samples. What is left of it (all of it, at the start) is cut into one contiguous share a rank, equal
+but for one sample, so a rank reads neighbouring rows, every sample is read once and all ranks take the same number of steps. Ranks move in
+step: the number of steps taken says what *every* rank has read, so the state is the same on all ranks and a new plan, for any world size
+and batch size, can be made for exactly what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gem_core.errors import ConfigError, DataError
+
+Span = tuple[int, int]
+"""Samples ``start <= i < stop`` of the epoch's order."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``spans`` dealt to ``world`` ranks in steps of ``batch_size`` samples a rank.
+
+    The last step of a rank may be smaller; it is empty only when there are fewer samples than ranks. With ``drop_last`` a step that not
+    every rank can fill is not made.
+    """
+
+    spans: tuple[Span, ...]
+    world: int
+    batch_size: int
+    drop_last: bool = False
+
+    @property
+    def total(self) -> int:
+        return sum(b - a for a, b in self.spans)
+
+    @property
+    def steps(self) -> int:
+        if self.drop_last:
+            return self.total // self.world // self.batch_size
+        return -(-self.total // (self.world * self.batch_size))
+
+    def share(self, rank: int) -> Span:
+        """The rank's samples, counted along ``spans``."""
+        each, more = divmod(self.total, self.world)
+        return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+    def taken(self, rank: int, step: int) -> int:
+        """How many of its samples the rank has read after ``step`` steps."""
+        start, stop = self.share(rank)
+        full = step * self.batch_size
+        # A rank with one sample fewer than the longest leaves one for each coming step, so that no batch is empty while others go on.
+        return full if self.drop_last else min(full, max(0, stop - start - (self.steps - step)))
+
+    def read(self, rank: int, step: int) -> list[Span]:
+        """Samples of the epoch's order that the rank reads in ``step`` (0-based)."""
+        start, _ = self.share(rank)
+        return self._between(start + self.taken(rank, step), start + self.taken(rank, step + 1))
+
+    def rest(self, step: int) -> tuple[Span, ...]:
+        """What no rank has read after ``step`` steps."""
+        left: list[Span] = []
+        for rank in range(self.world):
+            start, stop = self.share(rank)
+            for span in self._between(start + self.taken(rank, step), stop):
+                if left and left[-1][1] == span[0]:
+                    left[-1] = (left[-1][0], span[1])
+                else:
+                    left.append(span)
+        return tuple(left)
+
+    def _between(self, start: int, stop: int) -> list[Span]:
+        found, at = [], 0
+        for a, b in self.spans:
+            low, high = max(start, at), min(stop, at + b - a)
+            if low < high:
+                found.append((a + low - at, a + high - at))
+            at += b - a
+        return found
+
+
+@dataclass
+class Cursor:
+    """The position of one rank's source in its epochs: ``begin`` an iteration, ``advance`` at every batch handed out, ``finish`` it.
+
+    ``begin`` after ``load_state_dict`` goes on from the stored position, once; otherwise it starts an epoch from its first sample, the
+    next epoch if the last iterator was abandoned on the way.
+    """
+
+    total: int
+    batch_size: int
+    rank: int = 0
+    world: int = 1
+    drop_last: bool = False
+    epoch: int = 0
+    _past: list[tuple[int, int, bool, int]] = field(default_factory=list)
+    _plan: Plan | None = None
+    _step: int = 0
+    _loaded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.world < 1 or not 0 <= self.rank < self.world:
+            raise ConfigError(
+                f"batch_size {self.batch_size}, rank {self.rank} of {self.world} cannot be used",
+                fix="batch_size and the number of ranks must be at least 1, and 0 <= rank < ranks",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches that each rank gets in a whole epoch."""
+        return Plan(((0, self.total),), self.world, self.batch_size, self.drop_last).steps
+
+    def begin(self) -> tuple[int, Plan, int]:
+        """(epoch, plan, step to go on from)."""
+        if self._loaded and self._plan is not None:
+            self._loaded = False
+            return self.epoch, self._plan, self._step
+        if self._plan is not None:
+            self.epoch += 1
+        self._past, self._step, self._loaded = [], 0, False
+        self._plan = Plan(((0, self.total),) if self.total else (), self.world, self.batch_size, self.drop_last)
+        return self.epoch, self._plan, 0
+
+    def advance(self) -> None:
+        self._step += 1
+
+    def finish(self) -> None:
+        self.epoch += 1
+        self._past, self._plan, self._step = [], None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain integers and lists; the same on every rank."""
+        parts = [*self._past]
+        if self._plan is not None:
+            parts.append((self._plan.world, self._plan.batch_size, self._plan.drop_last, self._step))
+        return {"epoch": self.epoch, "total": self.total, "steps": [list(p) for p in parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["total"] != self.total:
+            raise DataError(
+                f"the position was stored over {state['total']} samples, the source now has {self.total}",
+                fix="resume on the same files with the same filter, or start a new run",
+            )
+        self.epoch, self._step, self._past, self._loaded = int(state["epoch"]), 0, [], True
+        mine = (self.world, self.batch_size, self.drop_last)
+        plan: Plan | None = None
+        for world, batch_size, drop_last, steps in state["steps"]:
+            if plan is not None:
+                self._past.append((plan.world, plan.batch_size, plan.drop_last, self._step))
+            spans = ((0, self.total),) if plan is None else plan.rest(self._step)
+            plan, self._step = Plan(spans, int(world), int(batch_size), bool(drop_last)), int(steps)
+        if plan is not None and mine != (plan.world, plan.batch_size, plan.drop_last):
+            self._past.append((plan.world, plan.batch_size, plan.drop_last, self._step))
+            done = plan.drop_last and self._step >= plan.steps
+            plan, self._step = Plan(() if done else plan.rest(self._step), *mine), 0
+        self._plan = plan
+
+    def steps(self) -> Iterator[tuple[int, list[Span]]]:
+        """(epoch, samples) of every step to come of one iteration, counting it as handed out when it is."""
+        epoch, plan, first = self.begin()
+        for step in range(first, plan.steps):
+            spans = plan.read(self.rank, step)
+            self.advance()
+            yield epoch, spans
+        self.finish()

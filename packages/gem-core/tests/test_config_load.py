@@ -254,6 +254,7 @@ def test_options_of_plugins_are_typed(write):
         ("model.side=3", r"^model\.side = 3: input should be a table or input should be False\n"),
         ("model.kinds=ful", r"^model\.kinds = \"ful\": input should be 'full' or 'window' or input should be a valid (array|tuple)\n"),
         ("model.kinds=['full', 'windo']", r"^model\.kinds\.1 = \"windo\": input should be 'full' or 'window'"),
+        ("model.preset=tiny", r"^the model 'toy' has no presets\n.*model\.preset"),
         ("data.rows.rows=x", r'data\.rows\.rows = "x": input should be a valid integer'),
         ("train.callbacks.clock.evry=1", r"unknown key train\.callbacks\.clock\.evry"),
         ("parallel.here.every=1.5", r"parallel\.here\.every = 1\.5"),

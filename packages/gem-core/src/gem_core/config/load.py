@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from gem_core.config.explain import Origin, validate
 from gem_core.config.features import Features
-from gem_core.config.schema import Config, PluginSection
+from gem_core.config.schema import Config, Model, PluginSection
 from gem_core.errors import ConfigError
 from gem_core.plugins import manager
 
@@ -103,6 +103,12 @@ def model_config(config: Config) -> Any:
     spec = manager().find("model", config.model.name)
     options = config.model.options()
     if config.model.preset is not None:
+        if config.model.name != Model.model_fields["name"].default:
+            raise ConfigError(
+                f"the model {config.model.name!r} has no presets",
+                where=config.origin.where(("model", "preset")),
+                fix=f"remove preset, or choose the model {Model.model_fields['name'].default!r}",
+            )
         from gem_core.model.presets import preset
 
         options = _merge(preset(config.model.preset), options)

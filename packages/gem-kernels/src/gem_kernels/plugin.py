@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from gem_core import KernelSpec, hookimpl
+
 
 class Plugin:
     """Hooks of gem-kernels."""
 
     gem_api = 1
+
+    @hookimpl
+    def gem_kernels(self) -> list[KernelSpec]:
+        from gem_kernels import eager
+
+        return eager.specs()
 
 
 plugin = Plugin()

@@ -1,7 +1,7 @@
 """The tensors of every op: order, what is optional, what is saved, what receives gradients.
 
-Shapes and meanings are in the docstrings of the public functions. Shapes of the results that exist for backward only, all fp32 (fp64 for
-fp64 inputs): ``rstd``, ``mean``, ``out_rstd`` one value a row. ``mean`` is absent for RMSNorm, ``mean`` and ``rstd`` of `mlp` without a norm:
+Shapes and meanings are in the docstrings of the public functions. Results that exist for backward only are fp32 (fp64 for fp64 inputs):
+``rstd``, ``mean`` and ``out_rstd`` have one value a row. ``mean`` is absent for RMSNorm, ``mean`` and ``rstd`` of `mlp` without a norm:
 forward gives None for what is absent, backward receives an empty tensor.
 
 - norm, norm_linear, mlp: ``mean`` and ``rstd`` belong to the norm of ``normed``; the hidden activations of mlp are recomputed.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gem_core.errors import OpError
-from gem_core.ops import checks, dispatch, library
+from gem_core.ops import checks, dispatch, flop_registry, library
 from gem_core.ops.contract import YES, OpContract, Problem, Supported
 from gem_core.ops.contracts import (
     JAGGED_CONCAT,
@@ -261,7 +261,7 @@ def _register(
     library.LIBRARY.impl(contract.op, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=library.LIBRARY)
     torch.library.register_autograd(name, backward, setup_context=setup, lib=library.LIBRARY)
-    library.register_flop_formula(getattr(torch.ops.gem, contract.op), get_raw=True)(lambda *args, **kwargs: 0)
+    flop_registry.register(getattr(torch.ops.gem, contract.op), lambda *args, **kwargs: 0)
 
 
 def _setup_concat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

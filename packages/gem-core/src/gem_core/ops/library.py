@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.errors import OpError
-from gem_core.ops import dispatch
+from gem_core.ops import dispatch, flop_registry
 from gem_core.ops.contract import NORMED, OpContract, OpPrecision, Problem
 
 NAMESPACE = "gem"
@@ -167,7 +166,7 @@ def _define_forward(definition: OpDefinition) -> None:
 
     LIBRARY.impl(op, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=LIBRARY)
-    register_flop_formula(getattr(torch.ops.gem, op), get_raw=True)(flops)
+    flop_registry.register(getattr(torch.ops.gem, op), flops)
 
 
 def _define_backward(definition: OpDefinition) -> None:
@@ -209,7 +208,7 @@ def _define_backward(definition: OpDefinition) -> None:
     LIBRARY.impl(op, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=LIBRARY)
     torch.library.register_autograd(f"{NAMESPACE}::{op}", refuse, lib=LIBRARY)
-    register_flop_formula(getattr(torch.ops.gem, op), get_raw=True)(flops)
+    flop_registry.register(getattr(torch.ops.gem, op), flops)
 
 
 def _define_autograd(definition: OpDefinition) -> None:

@@ -31,6 +31,9 @@ BUILD_TOOLS = ("hatchling", "editables")
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "GEM_PLUGINS_STRICT": "1"}
 """Two test processes with a thread each are faster than one with two; in tests every plug-in failure is an error."""
 
+TYPED = ("plugins.py", "doctor.py", "hookspecs.py", "errors.py", "config", "cli")
+TYPED_NEEDS = ("pluggy", "pydantic", "typer", "rich", "tomli-w")
+
 GPU = shutil.which("nvidia-smi") is not None
 
 
@@ -152,10 +155,11 @@ def dist(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff: rules and format."""
-    session.install("ruff")
+    """ruff (rules and format), and mypy in strict mode on the modules that users and plug-ins build on."""
+    session.install("ruff", "mypy", *TYPED_NEEDS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("mypy", *(f"packages/gem-core/src/gem_core/{name}" for name in TYPED))
 
 
 def _passes_alone(session: nox.Session, package: str) -> bool:

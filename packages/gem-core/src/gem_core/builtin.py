@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from gem_core.hookspecs import GEM_API, hookimpl
+from gem_core.hookspecs import GEM_API, KernelSpec, MetricSpec, ModelSpec, RecipeSpec, SourceSpec, StrategySpec, hookimpl
 
 
 def _offered(module: str, function: str = "builtin_specs") -> list[Any]:
@@ -18,31 +18,31 @@ class BuiltinPlugin:
     gem_api = GEM_API
 
     @hookimpl
-    def gem_kernels(self):
+    def gem_kernels(self) -> list[KernelSpec]:
         return _offered("gem_core.ops")
 
     @hookimpl
-    def gem_models(self):
+    def gem_models(self) -> list[ModelSpec]:
         return _offered("gem_core.model")
 
     @hookimpl
-    def gem_sources(self):
+    def gem_sources(self) -> list[SourceSpec]:
         return _offered("gem_core.sources")
 
     @hookimpl
-    def gem_recipes(self):
+    def gem_recipes(self) -> list[RecipeSpec]:
         return _offered("gem_core.train", "builtin_recipes")
 
     @hookimpl
-    def gem_dense_strategies(self):
+    def gem_dense_strategies(self) -> list[StrategySpec]:
         return _offered("gem_core.train", "builtin_dense_strategies")
 
     @hookimpl
-    def gem_sparse_strategies(self):
+    def gem_sparse_strategies(self) -> list[StrategySpec]:
         return _offered("gem_core.train", "builtin_sparse_strategies")
 
     @hookimpl
-    def gem_metrics(self):
+    def gem_metrics(self) -> list[MetricSpec]:
         return _offered("gem_core.metrics")
 
 

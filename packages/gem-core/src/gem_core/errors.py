@@ -5,6 +5,8 @@ The command prints ``str(error)`` without a traceback and exits with ``exit_code
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GemError(Exception):
     """Base class. ``what`` is one sentence; ``where`` names file, row, column, feature or configuration key; ``fix`` says what to do."""
@@ -20,7 +22,7 @@ class GemError(Exception):
             lines.append(f"  fix:   {fix}")
         super().__init__("\n".join(lines))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.where, self.fix)
 
 

@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from gem_core.errors import GemError, PluginError
 State = Literal["active", "broken", "conflict", "disabled"]
 
 CORE = "gem-core"
-KINDS: dict[str, tuple[str, type]] = {
+KINDS: dict[str, tuple[str, type[Any]]] = {
     "kernel": ("gem_kernels", hookspecs.KernelSpec),
     "model": ("gem_models", hookspecs.ModelSpec),
     "source": ("gem_sources", hookspecs.SourceSpec),
@@ -158,7 +159,8 @@ class PluginManager:
         lines = []
         for p in self._plugins.values():
             offers = {kind: tuple(offer_name(s) for s in specs) for kind, specs in p.offers.items() if specs}
-            state, reason = ("conflict", conflicts[p.name]) if p.name in conflicts else (p.state, p.reason)
+            state: State = "conflict" if p.name in conflicts else p.state
+            reason = conflicts.get(p.name, p.reason)
             lines.append(PluginStatus(p.name, p.name, p.version, _api(p.obj), tuple(sorted(p.impls)), offers, state, reason))
         return lines
 
@@ -184,8 +186,7 @@ class PluginManager:
         for plugin in self._plugins.values():
             if plugin.state == "active" and hook in plugin.impls:
                 before(plugin.name)
-                self._guard(plugin, lambda p=plugin: _invoke(p, hook, **arguments))
-                if plugin.state == "broken":
+                if not self._guard(plugin, partial(_invoke, plugin, hook, **arguments)):
                     failed(plugin.name)
 
     def _load(self, found: list[metadata.EntryPoint], disabled: set[str]) -> None:
@@ -211,7 +212,7 @@ class PluginManager:
                 plugin.state, plugin.reason = "disabled", "--no-plugin"
                 self._plugins[plugin.name] = plugin
             else:
-                self._register(plugin, lambda ep=ep: _import(ep))
+                self._register(plugin, partial(_import, ep))
 
     def _register(self, plugin: _Plugin, load: Callable[[], Any]) -> None:
         self._plugins[plugin.name] = plugin
@@ -224,10 +225,11 @@ class PluginManager:
 
         self._guard(plugin, check)
 
-    def _guard(self, plugin: _Plugin, action: Callable[[], Any], *, tolerate: bool = False) -> None:
-        """Run ``action``; when it fails, withdraw the plug-in and record why."""
+    def _guard(self, plugin: _Plugin, action: Callable[[], Any], *, tolerate: bool = False) -> bool:
+        """Run ``action`` and say whether it went well; when it fails, withdraw the plug-in and record why."""
         try:
             action()
+            return True
         except KeyboardInterrupt:
             raise
         except BaseException as fault:
@@ -241,6 +243,7 @@ class PluginManager:
             if not tolerate and (self.strict or plugin.asked or plugin.name == CORE):
                 raise error from fault
             warnings.warn(str(error), PluginWarning, stacklevel=3)
+            return False
 
     def _collect(self, kind: str, *, tolerate: bool = False) -> None:
         if kind not in KINDS:
@@ -257,7 +260,7 @@ class PluginManager:
             try:
                 for plugin in self._plugins.values():
                     if plugin.state == "active" and KINDS[kind][0] in plugin.impls and kind not in plugin.offers:
-                        self._guard(plugin, lambda p=plugin: p.offers.__setitem__(kind, _specs(p, kind)), tolerate=tolerate)
+                        self._guard(plugin, partial(_collect, plugin, kind), tolerate=tolerate)
                 self._collected.add(kind)
             finally:
                 self._collecting = None
@@ -368,9 +371,10 @@ def _invoke(plugin: _Plugin, hook: str, **arguments: Any) -> Any:
     return impl.function(*(arguments[name] for name in impl.argnames))
 
 
-def _specs(plugin: _Plugin, kind: str) -> list[Any]:
+def _collect(plugin: _Plugin, kind: str) -> None:
+    """Ask ``plugin`` for its offers of ``kind`` and check them."""
     hook, spec_type = KINDS[kind]
-    specs = _invoke(plugin, hook)
+    specs: Any = _invoke(plugin, hook)
     if not isinstance(specs, (list, tuple)):
         raise _Fault(f"its {hook}() must return a list of {spec_type.__name__}, not {type(specs).__name__}")
     names: set[str] = set()
@@ -385,7 +389,7 @@ def _specs(plugin: _Plugin, kind: str) -> list[Any]:
         if offer_name(spec) in names:
             raise _Fault(f"it offers two {kind.replace('_', ' ')}s called {offer_name(spec)!r}")
         names.add(offer_name(spec))
-    return list(specs)
+    plugin.offers[kind] = list(specs)
 
 
 def _conflict(kind: str, name: str, first: _Plugin, second: _Plugin) -> PluginError:

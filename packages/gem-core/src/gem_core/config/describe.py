@@ -52,7 +52,7 @@ def starter_toml(config: Config) -> str:
     """The whole configuration as TOML with a comment above each key: what it is, and what unset means."""
     resolved = resolve(config)
     chosen = resolved.config
-    of_plugins = {
+    of_plugins: dict[Path, BaseModel] = {
         ("model",): resolved.model,
         ("data", chosen.data.source): resolved.source,
         ("precision", chosen.precision.recipe): resolved.recipe,

@@ -40,7 +40,7 @@ class TokenProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.baddbmm(self.bias.to(x.dtype), x.transpose(0, 1), self.weight.to(x.dtype))
-        return y.transpose(0, 1).reshape(x.shape[0], -1, self.dim)
+        return y.transpose(0, 1).reshape(x.shape[0], x.shape[1] * self.each, self.dim)
 
 
 class FeatureTokens(nn.Module):
@@ -85,7 +85,7 @@ class FeatureTokens(nn.Module):
             for (names, width), projection in zip(self.blocks, self.projections)
         ]
         if self.dense is not None:
-            tokens.append(self.dense(dense_columns(batch, self.dense_names)).view(batch.size, -1, self.dim))
+            tokens.append(self.dense(dense_columns(batch, self.dense_names)).unflatten(1, (-1, self.dim)))
         x = tokens[0] if len(tokens) == 1 else torch.cat([t.to(tokens[-1].dtype) for t in tokens], 1)
         return x if self.mix is None else self.mix(x)
 
@@ -124,19 +124,20 @@ def sample_vector(batch: Batch, name: str, width: int) -> Tensor:
 class EventFields(nn.Module):
     """The fields of a history's events as vectors, and those of the candidate seen as such an event.
 
-    On the candidate a field is the sparse feature that ``target`` names; a field without one is a learned vector. ``widths`` are the
-    fields' widths in their declared order.
+    On the candidate a field is the sparse feature that ``target`` names; a field without one is a learned vector (``candidate`` False:
+    there are none, and `candidate` is not called). ``widths`` are the fields' widths in their declared order.
 
     :raises ConfigError: a target feature that reads another table than its event field.
     """
 
-    def __init__(self, name: str, features: Features, tables: TableSet) -> None:
+    def __init__(self, name: str, features: Features, tables: TableSet, *, candidate: bool = True) -> None:
         super().__init__()
         sequence = features.sequences[name]
         self.name, self.fields = name, dict(sequence.fields)
         self.target = _targets(name, features, sequence)
         self.widths = {f: _width(f"sequences.{name}.fields.{f}", c, features, tables) for f, c in self.fields.items()}
-        self.missing = nn.ParameterList(nn.Parameter(torch.empty(1, w)) for f, w in self.widths.items() if f not in self.target)
+        unknown = [w for f, w in self.widths.items() if f not in self.target] if candidate else []
+        self.missing = nn.ParameterList(nn.Parameter(torch.empty(1, w)) for w in unknown)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -175,7 +176,9 @@ class EventTokens(nn.Module):
     :raises ConfigError: time buckets for a history without times; see also `EventFields`.
     """
 
-    def __init__(self, name: str, features: Features, tables: TableSet, dim: int, config: EventConfig | None = None) -> None:
+    def __init__(
+        self, name: str, features: Features, tables: TableSet, dim: int, config: EventConfig | None = None, *, candidate: bool = True
+    ) -> None:
         super().__init__()
         config = config or EventConfig()
         sequence = features.sequences[name]
@@ -188,7 +191,7 @@ class EventTokens(nn.Module):
                 where="model.sequence.event.time_buckets",
                 fix=f"set features.sequences.{name}.timestamps, or time_buckets = 0",
             )
-        self.fields = EventFields(name, features, tables)
+        self.fields = EventFields(name, features, tables, candidate=candidate)
         widths = self.fields.widths
         if config.combine == "concat":
             self.maps = nn.ModuleList([nn.Linear(sum(widths.values()), dim)])

@@ -109,7 +109,7 @@ def gem_flops(model: Gem, lengths: Mapping[str, Tensor], batch_size: int) -> Mod
     for name, c in model.towers.items():
         entry, events = model.entries[name], int(lengths[name].sum())
         rows[name] = events + b * (c.cls + int(c.candidate))
-        compared = b if entry.asks and entry.events.fields.target else 0
+        compared = b if entry.compares else 0
         count.linear("events", entry.events.maps, events + compared)
         if entry.summary is not None:
             mix, project = entry.summary

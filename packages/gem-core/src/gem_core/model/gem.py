@@ -53,14 +53,15 @@ class HistoryEntry(nn.Module):
     def __init__(self, name: str, features: Features, tables: TableSet, tokens: int, token_dim: int, config: SequenceConfig) -> None:
         super().__init__()
         self.config = c = config
-        self.events = EventTokens(name, features, tables, c.dim, c.event)
+        self.asks = c.candidate or c.pooling.candidate_queries > 0
+        self.compares = self.asks and bool(features.sequences[name].target)
+        self.events = EventTokens(name, features, tables, c.dim, c.event, candidate=self.compares)
         if c.rotary == "time" and not self.events.timed:
             raise ConfigError(
                 f'rotary = "time" needs the events\' times, and the history {name!r} declares none',
                 where="model.sequence.rotary",
                 fix=f'set features.sequences.{name}.timestamps, or rotary = "position"',
             )
-        self.asks = c.candidate or c.pooling.candidate_queries > 0
         summaries = c.cls + int(self.asks)
         self.summary = nn.Sequential(TokenMix(tokens, summaries), nn.Linear(token_dim, c.dim)) if summaries else None
 
@@ -74,7 +75,7 @@ class HistoryEntry(nn.Module):
         if self.asks:
             assert summaries is not None
             candidate = summaries[:, c.cls]
-            if self.events.fields.target:
+            if self.compares:
                 candidate = candidate + self.events.candidate(embedded, batch.size)
         before = [(summaries[:, : c.cls].flatten(0, 1), rows.uniform(c.cls))] if summaries is not None and c.cls else []
         after = [(candidate, rows.uniform(1))] if candidate is not None and c.candidate else []

@@ -40,13 +40,13 @@ class SeedPooling(nn.Module):
         if self.seeds is not None:
             q = self.seeds.to(k.dtype)
             o = ops.jagged_attention(q, k, v, None, rows.offsets, max_k_len=rows.max_length, broadcast_q=True)
-            pooled.append(o.view(b, -1, self.heads * self.head_dim))
+            pooled.append(o.view(b, self.seeds.shape[0], self.heads * self.head_dim))
         if self.queries is not None:
             assert candidate is not None
             q = self.queries(candidate).view(-1, self.heads, self.head_dim)
             lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
             o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths)
-            pooled.append(o.view(b, -1, self.heads * self.head_dim))
+            pooled.append(o.view(b, self.count, self.heads * self.head_dim))
         return self.out(pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1))
 
 

@@ -1,0 +1,288 @@
+"""Conformance kit for models: subclass `ModelConformance` in a test file, and pytest runs what every model must keep.
+
+    from gem_core.testing.models import ModelConformance
+
+    class TestMine(ModelConformance):
+        def build(self, features):
+            return Mine(MineConfig(), features)
+
+`random_batch` makes a valid batch of any features; `take` picks samples out of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.batch import Batch, SequenceGroup, SparseGroup
+from gem_core.config.features import EventField, Features
+from gem_core.jagged import Jagged, lengths_to_offsets
+from gem_core.model.contract import ModelOutput
+from gem_core.model.loss import task_loss
+
+
+def sample_features() -> Features:
+    """Features with one of everything: dense, vectors, single and multi-valued ids, a history with fields of every kind, a masked label."""
+    return Features.model_validate(
+        {
+            "timestamp": "time",
+            "tables": {"item": {"rows": 50, "dim": 8}, "category": {"rows": 11}},
+            "dense": {"price": {}, "age": {}},
+            "vectors": {"creative": {"dim": 6}},
+            "sparse": {
+                "user": {"rows": 40},
+                "item": {"table": "item"},
+                "category": {"table": "category"},
+                "tags": {"rows": 13, "pooling": "mean"},
+            },
+            "sequences": {
+                "history": {
+                    "fields": {
+                        "item": {"table": "item"},
+                        "category": {"table": "category"},
+                        "action": {"rows": 3},
+                        "dwell": {"kind": "float"},
+                        "picture": {"kind": "vector", "dim": 5},
+                    },
+                    "timestamps": "times",
+                    "target": {"item": "item", "category": "category"},
+                }
+            },
+            "labels": {"ctr": {}, "cvr": {"mask": "click"}},
+        }
+    )
+
+
+def random_batch(
+    features: Features,
+    size: int,
+    *,
+    lengths: Sequence[int] | None = None,
+    max_length: int = 12,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """A valid batch of ``size`` samples of ``features``, with random ids, values and labels.
+
+    Histories have ``lengths [size]`` events, or 0 to ``max_length`` at random. Sparse features that are a candidate's side of an event
+    field hold one id, others 0 to 3. A masked label counts where the first label is 1.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def integers(high: int, n: int) -> Tensor:
+        return torch.randint(high, (n,), generator=g)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    single = {t for s in features.sequences.values() for t in s.target.values()}
+    sparse: dict[str, Jagged] = {}
+    for name in features.sparse:
+        n = torch.ones(size, dtype=torch.int64) if name in single else integers(4, size)
+        sparse[name] = Jagged.from_lengths(integers(features.rows_of(f"sparse.{name}"), int(n.sum())), n)
+    weights = {n: floats(sparse[n].values.shape[0]).abs() for n, s in features.sparse.items() if s.weights}
+    sequences = {}
+    for name, sequence in features.sequences.items():
+        n = torch.tensor(lengths, dtype=torch.int64) if lengths is not None else integers(max_length + 1, size)
+        events = int(n.sum())
+
+        def field(path: str, f: EventField, events: int) -> Tensor:
+            if f.kind == "id":
+                return integers(features.rows_of(path), events)
+            return floats(events) if f.kind == "float" else floats(events, int(f.dim or 0))
+
+        fields = {f: field(f"sequences.{name}.fields.{f}", c, events) for f, c in sequence.fields.items()}
+        offsets = lengths_to_offsets(n)
+        times = None
+        if sequence.timestamps is not None:
+            times = torch.cat(
+                [torch.empty(0, dtype=torch.int64), *(10_000 - integers(9_999, int(k)).sort(descending=True).values for k in n)]
+            )
+        sequences[name] = SequenceGroup(offsets, fields, times, int(n.max()) if size else 0)
+    labels = (torch.rand(size, len(features.labels), generator=g) < 0.5).to(dtype)
+    masks = [labels[:, 0] > 0 if label.mask else torch.ones(size, dtype=torch.bool) for label in features.labels.values()]
+    return Batch(
+        size=size,
+        dense=floats(size, len(features.dense)) if features.dense else None,
+        dense_names=tuple(features.dense),
+        vectors={n: floats(size, v.dim) for n, v in features.vectors.items()},
+        sparse=SparseGroup.from_jagged(sparse, weights or None) if sparse else None,
+        sequences=sequences,
+        labels=labels,
+        label_names=tuple(features.labels),
+        label_mask=torch.stack(masks, 1) if masks else None,
+        timestamps=torch.full((size,), 20_000) if features.timestamp else None,
+    )
+
+
+def take(batch: Batch, order: Sequence[int]) -> Batch:
+    """The samples ``order`` of a batch on the host, in that order; a sample may come twice. Request-level groups are not supported."""
+    index = torch.tensor(order, dtype=torch.int64)
+
+    def rows(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[index]
+
+    def jagged(value: Jagged) -> Jagged:
+        parts = value.to_list()
+        lengths = value.lengths[index]
+        return Jagged.from_lengths(torch.cat([value.values[:0], *(parts[i] for i in order)]), lengths, value.max_length)
+
+    def group(value: SequenceGroup) -> SequenceGroup:
+        events = torch.arange(int(value.offsets[-1]))
+        chosen = jagged(Jagged(events, value.offsets))
+        fields = {k: take_events(v, chosen.values) for k, v in value.fields.items()}
+        times = None if value.timestamps is None else value.timestamps[chosen.values]
+        return SequenceGroup(chosen.offsets, fields, times, value.max_length)
+
+    def take_events(value: Tensor | Jagged, events: Tensor) -> Tensor | Jagged:
+        if isinstance(value, Tensor):
+            return value[events]
+        parts = value.to_list()
+        return Jagged.from_lengths(torch.cat([value.values[:0], *(parts[int(i)] for i in events)]), value.lengths[events])
+
+    sparse = batch.sparse
+    if sparse is not None:
+        weights = None if sparse.weights is None else {k: jagged(sparse.jagged(k, sparse.weights)).values for k in sparse.keys}
+        sparse = SparseGroup.from_jagged({k: jagged(sparse[k]) for k in sparse.keys}, weights)
+    return replace(
+        batch,
+        size=len(order),
+        dense=rows(batch.dense),
+        vectors={k: v[index] for k, v in batch.vectors.items()},
+        sparse=sparse,
+        sequences={k: group(v) for k, v in batch.sequences.items()},
+        labels=rows(batch.labels),
+        label_mask=rows(batch.label_mask),
+        weights=rows(batch.weights),
+        timestamps=rows(batch.timestamps),
+        columns={k: v[index] for k, v in batch.columns.items()},
+    )
+
+
+def fit(model: nn.Module, batch: Batch, steps: int, *, lr: float = 1e-2, until: float = 0.0) -> float:
+    """Train on one batch with Adam (sparse gradients made dense), at most ``steps`` steps and until the loss is below ``until``.
+
+    Returns the last loss, without auxiliary losses.
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    loss = float("inf")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(batch)
+        loss = task_loss(output, batch, aux=False).item()
+        if loss < until:
+            break
+        task_loss(output, batch).backward()
+        for p in model.parameters():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+        optimizer.step()
+    return loss
+
+
+class ModelConformance:
+    """What every registered model keeps. Override `build`, and `features` where the model asks for others."""
+
+    overfit_steps = 200
+    overfit_loss = 0.05
+
+    def features(self) -> Features:
+        return sample_features()
+
+    def build(self, features: Features) -> nn.Module:
+        raise NotImplementedError
+
+    def _model(self, *, training: bool = False) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build(self.features()).train(training)
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            output: ModelOutput = model(batch)
+        return output.logits
+
+    def test_output(self) -> None:
+        features = self.features()
+        batch = random_batch(features, 7)
+        output = self._model()(batch)
+        assert output.task_names == tuple(features.labels), "task_names must be the declared labels in their order"
+        assert output.logits.shape == (7, len(features.labels)), "logits must be [B, T]"
+        assert output.logits.dtype == torch.float32, "logits must be float32 whatever the model computes in"
+        assert bool(torch.isfinite(output.logits).all()), "logits must be finite at initialisation"
+
+    def test_gradients_reach_every_parameter(self) -> None:
+        model = self._model(training=True)
+        batch = random_batch(self.features(), 16, lengths=[3 + i % 5 for i in range(16)])
+        task_loss(model(batch), batch).backward()
+        missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not missing, f"no gradient reaches {', '.join(missing)}: every parameter must be used, or not be there"
+        broken = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())]
+        assert not broken, f"the gradient of {', '.join(broken)} is not finite"
+        still = [n for n, p in model.named_parameters() if p.grad is not None and not bool(_values(p.grad).any())]
+        assert not still, f"the gradient of {', '.join(still)} is zero everywhere"
+
+    def test_zero_length_and_single_event_histories(self) -> None:
+        model = self._model()
+        batch = random_batch(self.features(), 6, lengths=[0, 1, 5, 0, 2, 1])
+        logits = self._logits(model, batch)
+        assert bool(torch.isfinite(logits).all()), "a sample without history must have finite logits"
+        for i in range(6):
+            alone = self._logits(model, take(batch, [i]))
+            assert torch.allclose(alone[0], logits[i], atol=1e-5), f"sample {i} scores differently alone than in its batch"
+        empty = random_batch(self.features(), 3, lengths=[0, 0, 0])
+        assert bool(torch.isfinite(self._logits(model, empty)).all()), "a batch in which no sample has history must have finite logits"
+
+    def test_zero_length_histories_train(self) -> None:
+        model = self._model(training=True)
+        batch = random_batch(self.features(), 4, lengths=[0, 0, 0, 0])
+        task_loss(model(batch), batch).backward()
+        broken = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())]
+        assert not broken, f"without any event the gradient of {', '.join(broken)} is not finite"
+
+    def test_empty_batch(self) -> None:
+        model = self._model(training=True)
+        output = model(random_batch(self.features(), 0, lengths=[]))
+        assert output.logits.shape == (0, len(self.features().labels)), "an empty batch must give logits [0, T]"
+        (output.logits.sum() + sum(output.aux_losses.values())).backward()
+        broken = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())]
+        assert not broken, f"an empty batch must give zero or no gradients; {', '.join(broken)} is not finite"
+
+    def test_batch_permutation(self) -> None:
+        model = self._model()
+        batch = random_batch(self.features(), 9)
+        order = [4, 0, 8, 2, 7, 1, 3, 6, 5]
+        moved = self._logits(model, take(batch, order))
+        assert torch.allclose(moved, self._logits(model, batch)[order], atol=1e-5), "permuting the batch must permute the logits"
+
+    def test_samples_do_not_see_each_other(self) -> None:
+        model = self._model()
+        batch, other = random_batch(self.features(), 5, seed=1), random_batch(self.features(), 1, seed=2)
+        joined = [*range(4), 4]
+        changed = take(batch, joined)
+        logits = self._logits(model, changed)
+        without_last = self._logits(model, take(batch, joined[:-1]))
+        assert torch.allclose(logits[:4], without_last, atol=1e-5), "dropping one sample must not change the others"
+        assert bool(torch.isfinite(self._logits(model, other)).all())
+
+    def test_overfit_100_users(self) -> None:
+        model = self._model(training=True)
+        batch = random_batch(self.features(), 100, max_length=10, seed=3)
+        loss = fit(model, batch, self.overfit_steps, until=self.overfit_loss)
+        assert loss < self.overfit_loss, (
+            f"after {self.overfit_steps} steps on the same 100 samples the loss is {loss:.3f}, not below {self.overfit_loss}: "
+            "the model cannot learn what it sees"
+        )
+
+    def test_state_round_trip(self) -> None:
+        model, batch = self._model(), random_batch(self.features(), 5)
+        torch.manual_seed(1)
+        other = self.build(self.features()).train(False)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(self._logits(other, batch), self._logits(model, batch)), "loading a state_dict must reproduce the logits"
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from gem_core.hookspecs import StrategySpec, hookimpl
+
 
 class Plugin:
     """Hooks of gem-parallel."""
 
     gem_api = 1
+
+    @hookimpl
+    def gem_dense_strategies(self) -> list[StrategySpec]:
+        from gem_parallel import ddp
+
+        return [StrategySpec("ddp", ddp.DdpConfig, ddp.build_ddp)]
 
 
 plugin = Plugin()

@@ -1,0 +1,181 @@
+"""Conformance kit for strategies: several processes on this machine must train as one process does on the joined batch.
+
+    from gem_core.testing.strategies import StrategyConformance
+
+    class TestMine(StrategyConformance):
+        parallel = {"dense": "mine", "mine": {"option": 1}}
+        worlds = (2, 4)
+
+The processes speak gloo on the CPU. What is compared after a few steps: the losses, every dense parameter, every table with its
+accumulators, and the ranks with each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from gem_core.config import ResolvedConfig, config_from_dict, dense_config, model_config, recipe_config, sparse_config
+from gem_core.model.loss import batch_total
+from gem_core.testing.models import random_batch, sample_features, take
+from gem_core.train.build import build_parts
+from gem_core.train.feed import Fed
+from gem_core.train.measure import Meter, peak
+from gem_core.train.runtime import Runtime
+from gem_core.train.step import Outcomes, TrainStep
+
+Worker = Callable[[int, int, Any], Any]
+
+
+def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeout: float = 120.0) -> list[Any]:
+    """Run ``worker(rank, world, argument)`` in ``world`` processes joined by gloo; returns what each returned, in rank order.
+
+    ``worker`` is a module-level function; results travel by files in ``folder``. An exception in any process is raised here with its text.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("forkserver")  # imports torch once, not once a process
+    context.set_forkserver_preload([__name__])
+    processes = [
+        context.Process(target=_enter, args=(rank, world, port, worker, argument, str(folder)), daemon=True) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout)
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    faults = [f"rank {rank}: {path.read_text()}" for rank in range(world) if (path := folder / f"fault-{rank}.txt").exists()]
+    if faults:
+        raise RuntimeError("\n".join(faults))
+    if hung:
+        raise RuntimeError(f"ranks {hung} did not end within {timeout:.0f} s")
+    return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _enter(rank: int, world: int, port: int, worker: Worker, argument: Any, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        torch.save(worker(rank, world, argument), Path(folder) / f"result-{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (Path(folder) / f"fault-{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+def batches_of(features: Any, step: int, sizes: tuple[int, ...]) -> list[Any]:
+    """A global batch of ``sum(sizes)`` samples cut into consecutive parts of ``sizes``."""
+    whole = random_batch(features, sum(sizes), seed=100 + step)
+    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [take(whole, range(a, b)) for a, b in zip(edges, edges[1:])]
+
+
+def train_rank(rank: int, world: int, task: Mapping[str, Any]) -> dict[str, Any]:
+    """One process's part of the scenarios of ``task``: losses and final state by scenario.
+
+    ``task["scenarios"][name][step][micro-batch]`` says how many samples each rank has.
+    """
+    return {name: _train(rank, world, task["config"], sizes) for name, sizes in task["scenarios"].items()}
+
+
+def _train(rank: int, world: int, data: Mapping[str, Any], sizes: Any) -> dict[str, Any]:
+    config = config_from_dict(data)
+    options = (recipe_config(config), dense_config(config), sparse_config(config))
+    resolved = ResolvedConfig(config, model_config(config), None, *options, {})
+    runtime = Runtime(torch.device("cpu"), rank, world)
+    parts = build_parts(resolved, runtime)
+    step = TrainStep(parts, config, runtime, Meter(runtime.device, peak("CPU", {"fp32"})))
+    outcomes = Outcomes(runtime.device)
+    parts.module.train()
+    losses = []
+    for number, micro in enumerate(sizes):
+        mine = [batches_of(config.features, 10 * number + i, cut)[rank] for i, cut in enumerate(micro)]
+        fed = [Fed(b, b, float(batch_total(b)), b.tokens, None, {}) for b in mine]
+        outcomes.push(number, step(fed, stop=False), fed)
+        (outcome,) = outcomes.ready()
+        losses.append([outcome.loss / outcome.weight, outcome.grad_norm, float(outcome.samples)])
+    state = {f"model.{k}": _whole(v) for k, v in parts.dense_state().items()}
+    return {"losses": losses, "state": state | {f"tables.{k}": _whole(v) for k, v in parts.table_state().items()}}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    return (tensor if gather is None else gather()).detach().clone()
+
+
+class StrategyConformance:
+    """Set ``parallel`` (the section ``[parallel]``) and ``worlds``; ``model`` may be another registered model with options."""
+
+    parallel: ClassVar[Mapping[str, Any]]
+    worlds: ClassVar[tuple[int, ...]] = (2,)
+    model: ClassVar[Mapping[str, Any]] = {"name": "gem", "layers": 1, "dim": 8, "embedding_dim": 8}
+    tolerance: ClassVar[float] = 1e-5
+
+    @classmethod
+    def config(cls, parallel: Mapping[str, Any]) -> dict[str, Any]:
+        # The optimizers' eps is far above the rounding of gradients, so that a gradient that is zero but for rounding moves nothing.
+        train = {"optimizer": {"lr": 1e-2, "eps": 1e-4}, "tables": {"lr": 0.1, "eps": 1e-3}, "clip_norm": 1.0}
+        features = sample_features().model_dump(exclude_none=True)
+        run = {"device": "cpu", "seed": 5}
+        return {"run": run, "features": features, "model": dict(cls.model), "train": train, "parallel": dict(parallel)}
+
+    @staticmethod
+    def scenarios(world: int) -> dict[str, Any]:
+        even, uneven = (6,) * world, (9, *range(2, world + 1))
+        return {
+            "even and uneven ranks": [[even], [uneven], [even], [uneven], [even]],
+            "a rank without samples": [[(0, *(5,) * (world - 1))], [(5,) * world], [(*(4,) * (world - 1), 0)]],
+            "accumulation": [[(4,) * world, (3, *(5,) * (world - 1))] for _ in range(2)],
+        }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(cls, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[Any], dict[str, Any]]]:
+        """World -> (what each rank found, what one process found on the joined batches), by scenario."""
+        results = {}
+        for world in cls.worlds:
+            scenarios = cls.scenarios(world)
+            task = {"config": cls.config(cls.parallel), "scenarios": scenarios}
+            ranks = run_processes(world, train_rank, task, tmp_path_factory.mktemp(f"world-{world}"))
+            joined = {name: [[(sum(parts),) for parts in micro] for micro in sizes] for name, sizes in scenarios.items()}
+            results[world] = (ranks, train_rank(0, 1, {"config": cls.config({}), "scenarios": joined}))
+        return results
+
+    @pytest.mark.parametrize("scenario", ["even and uneven ranks", "a rank without samples", "accumulation"])
+    def test_equals_one_process_on_the_joined_batch(self, found: Mapping[int, Any], scenario: str) -> None:
+        for world, (ranks, alone) in found.items():
+            expected = alone[scenario]
+            for rank, result in enumerate(ranks):
+                at = f"world {world}, rank {rank}"
+                for step, (got, want) in enumerate(zip(result[scenario]["losses"], expected["losses"], strict=True)):
+                    assert got == pytest.approx(want, rel=self.tolerance), f"{at}, step {step}: loss, gradient norm, samples"
+                state = result[scenario]["state"]
+                assert state.keys() == expected["state"].keys(), f"{at}: the names of parameters and tables must not change"
+                for name, tensor in expected["state"].items():
+                    close = torch.allclose(state[name], tensor, rtol=self.tolerance, atol=self.tolerance)
+                    assert close, f"{at}: {name} is off by {float((state[name] - tensor).abs().max()):.3g} from one process"
+
+    def test_ranks_stay_equal_bit_for_bit(self, found: Mapping[int, Any]) -> None:
+        for world, (ranks, _) in found.items():
+            for scenario, first in ranks[0].items():
+                for rank, result in enumerate(ranks):
+                    for name, tensor in first["state"].items():
+                        same = torch.equal(result[scenario]["state"][name], tensor)
+                        assert same, f"world {world}, {scenario}: {name} differs between ranks 0 and {rank}"

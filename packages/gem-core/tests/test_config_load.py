@@ -208,7 +208,7 @@ def test_faults_are_told_with_place_and_cure(text: str, tmp_path: Path):
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path):
-    told = fault_of('[run]\nsed = 1\n[train]\nsteps = "4"\n', tmp_path)
+    told = fault_of('[run]\nsed = 1\n[train]\nsteps = "four"\n', tmp_path)
     assert told.startswith("2 faults in the configuration:")
     assert "unknown key run.sed" in told
     assert "run.sed (my.toml:2); did you mean run.seed?" in told

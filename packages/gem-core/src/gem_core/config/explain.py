@@ -85,19 +85,41 @@ def _split(key: str) -> Path:
 
 
 def validate(config_type: type[BaseModel], data: Mapping[str, Any], at: Path, origin: Origin) -> Any:
-    """``data`` (the content of section ``at``) as ``config_type``, strictly: no text becomes a number.
+    """``data`` (the content of section ``at``) as ``config_type``; no text becomes a number, no number a truth value.
 
     :raises ConfigError: with every fault found.
     """
     try:
-        # JSON mode is strict about types but takes TOML's arrays as tuples.
-        return config_type.model_validate_json(json.dumps(data, default=str), strict=True)
+        config = config_type.model_validate(data)
+        errors: list[dict[str, Any]] = list(_coerced(data, config, ()))
     except ValidationError as error:
-        faults = [_Fault(config_type, at, origin, e) for e in _of_one_branch(config_type, error.errors(include_url=False))]
+        errors = _of_one_branch(config_type, error.errors(include_url=False))
+    else:
+        if not errors:
+            return config
+    faults = [_Fault(config_type, at, origin, e) for e in errors]
     if len(faults) == 1:
         raise ConfigError(faults[0].what, where=faults[0].where, fix=faults[0].fix)
     listing = "\n".join(f"  {i}. {f.what}\n     at {f.where}" + (f"; {f.fix}" if f.fix else "") for i, f in enumerate(faults, start=1))
     raise ConfigError(f"{len(faults)} faults in the configuration:\n{listing}")
+
+
+_SCALARS: dict[type, str] = {bool: "boolean", int: "integer", float: "number"}
+
+
+def _coerced(given: Any, taken: Any, loc: Path) -> Iterator[dict[str, Any]]:
+    """Where validation turned a value into one of another type. (Pydantic's strict mode would refuse arrays for tuples as well.)"""
+    if isinstance(given, Mapping):
+        below = {name: getattr(taken, name) for name in type(taken).model_fields} if isinstance(taken, BaseModel) else taken
+        if isinstance(below, Mapping):
+            for key in given.keys() & below.keys():
+                yield from _coerced(given[key], below[key], (*loc, str(key)))
+    elif isinstance(given, (list, tuple)):
+        if isinstance(taken, (list, tuple)) and len(given) == len(taken):
+            for i, (a, b) in enumerate(zip(given, taken)):
+                yield from _coerced(a, b, (*loc, str(i)))
+    elif type(taken) in _SCALARS and type(given) is not type(taken) and (type(given), type(taken)) != (int, float):
+        yield {"type": "coerced", "loc": loc, "msg": f"Input should be a valid {_SCALARS[type(taken)]}", "input": given}
 
 
 def _of_one_branch(config_type: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
@@ -183,8 +205,8 @@ class _Fault:
         elif kind == "value_error":
             self.what = error["msg"].removeprefix("Value error, ")
         else:
-            allowed = _lower(error["msg"]).replace("an object", "a table").replace("a valid dictionary", "a table")
-            self.what = f"{dotted} = {_show(error['input'])}: {allowed}"
+            allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", error["msg"])
+            self.what = f"{dotted} = {_show(error['input'])}: {_lower(allowed).partition(', unable to parse')[0]}"
 
 
 def fields_at(config_type: type[BaseModel], loc: Path) -> set[str]:

@@ -1,4 +1,10 @@
-"""Tile configurations that the analytic model proposes, best guess first; the committed tables and measurements go before them."""
+"""Tile configurations that the analytic model proposes, best guess first; the committed tables and measurements go before them.
+
+Keys: BLOCK_M, BLOCK_N; TMA (descriptors where the tensors allow them); PERSISTENT (programs an SM, 0: one tile a program); RESIDENT
+(forward: key tiles held on chip, 0: streamed) with CHUNK query tiles a program; num_warps, num_stages, maxnreg. SCHEME for a whole backward.
+The model: on Hopper two programs of 8 warps (or three of 4) have to share an SM, as one does its elementwise work while the other's
+products run; so 128 registers a thread and half the shared memory each.
+"""
 
 from __future__ import annotations
 
@@ -7,84 +13,109 @@ from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.device import DeviceInfo
 
 
-def resident_limit(plan: Plan) -> int:
-    """The most rows of one side that a program may hold for a whole sample: their two fp32 accumulators must fit the registers."""
-    wide = max(plan.d_pad, plan.dv_pad)
-    if plan.dtype == "fp32":
+def _config(m: int, n: int, warps: int, stages: int, **more: int | bool) -> Config:
+    return {"BLOCK_M": m, "BLOCK_N": n, "TMA": False, "PERSISTENT": 0, "num_warps": warps, "num_stages": stages, **more}
+
+
+def _forward(m: int, n: int, warps: int, stages: int, **more: int | bool) -> Config:
+    return {"RESIDENT": 0, "CHUNK": 1, **_config(m, n, warps, stages, **more)}
+
+
+def _with_tma(found: list[Config], info: DeviceInfo) -> list[Config]:
+    """Each configuration with descriptors first, where the chip has them."""
+    return [{**c, "TMA": True} for c in found] + found if info.tma else found
+
+
+def resident_limit(p: Plan) -> int:
+    """The most rows of one side that a backward program may hold for a whole sample: two fp32 accumulators must fit the registers."""
+    wide = max(p.d_pad, p.dv_pad)
+    if p.dtype == "fp32":
         return 32 if wide <= 128 else 16
     return 128 if wide <= 128 else 64
 
 
-def forward(kernel: str, plan: Plan, info: DeviceInfo) -> list[Config]:
-    """BLOCK_M, BLOCK_N, TMA, PERSISTENT (programs an SM, 0: one tile a program), num_warps, num_stages."""
+def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
+    """For attention.forward and attention.forward_subtract."""
     if info.key == "interpreter":
-        return [_config(16, 16, 1, 1, tma=False, persistent=1)]
-    wide = max(plan.d_pad, plan.dv_pad)
-    if plan.dtype == "fp32":
+        return [_forward(16, 16, 1, 1, PERSISTENT=1)]
+    wide = max(p.d_pad, p.dv_pad)
+    if p.dtype == "fp32":
         block = 32 if wide <= 128 else 16
-        return [_config(block, 32 if wide <= 64 else block, 4, 1, tma=False)]
-    rows = 64 if plan.q_bound <= 64 else 128
-    found = []
-    for tma in (True, False) if info.tma else (False,):
-        if wide <= 64:
-            found += [_config(rows, 128, rows // 16, 2, tma=tma), _config(rows, 64, 4, 3, tma=tma), _config(rows, 64, 8, 3, tma=tma)]
-        elif wide <= 128:
-            found += [_config(rows, 64, rows // 16, 2, tma=tma), _config(rows, 64, rows // 16, 3, tma=tma)]
-            found += [_config(rows, 32, rows // 16, 4, tma=tma), _config(rows, 128, 8, 2, tma=tma), _config(64, 64, 4, 2, tma=tma)]
-        else:
-            found += [_config(rows, 32, 8, 2, tma=tma), _config(rows, 64, 8, 2, tma=tma), _config(64, 32, 4, 2, tma=tma)]
-    return found
+        return [_forward(block, block, 4, 1)]
+    rows = 64 if p.q_bound <= 64 else 128
+    if wide <= 64:
+        found = [_forward(rows, 64, rows // 16, 3), _forward(rows, 128, rows // 16, 2), _forward(rows, 64, 4, 3)]
+    elif wide <= 128:
+        found = [
+            _forward(rows, 64, rows // 16, 2, maxnreg=128),
+            _forward(rows, 32, rows // 16, 4, maxnreg=128),
+            _forward(rows, 128, rows // 16, 2),
+            _forward(64, 64, 4, 2),
+            _forward(64, 32, 4, 3, maxnreg=160),
+        ]
+    else:
+        found = [_forward(rows, 32, 8, 2), _forward(rows, 64, 8, 2), _forward(64, 32, 4, 2)]
+    if kernel == "attention.forward" and p.mask == "full" and not p.targets and not p.bias:
+        found = _resident(p, wide) + found
+    return _with_tma(found, info)
 
 
-def query_side(kernel: str, plan: Plan, info: DeviceInfo) -> list[Config]:
+def _resident(p: Plan, wide: int) -> list[Config]:
+    """Resident variants that can hold the longest sample."""
+    if wide > 128 or p.k_bound > 256:
+        return []
+    if p.k_bound > 128:
+        return [_forward(128, 128, 8, 2, RESIDENT=2, CHUNK=8)]
+    n = max(16, p.k_bound)
+    return [_forward(128, n, 8, 2, RESIDENT=1, CHUNK=4), _forward(64, n, 4, 2, RESIDENT=1, CHUNK=4)]
+
+
+def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.dq and attention.q_resident (BLOCK_M is then raised to the longest sample)."""
     if info.key == "interpreter":
-        return [_config(16, 16, 1, 1, tma=False, persistent=1)]
-    wide = max(plan.d_pad, plan.dv_pad)
-    if plan.dtype == "fp32":
-        return [_config(16, 16 if wide > 64 else 32, 4, 1, tma=False, persistent=4)]
-    resident = kernel == "attention.q_resident"
-    rows = 64 if plan.q_bound <= 64 else 128
-    found = []
-    for tma in (True, False) if info.tma else (False,):
-        if resident:
-            found += [_config(16, 64, 4, 2, tma=tma, persistent=4), _config(16, 128, 8, 2, tma=tma, persistent=2)]
-        elif wide <= 128:
-            found += [_config(rows, 64, rows // 16, 2, tma=tma), _config(64, 64, 4, 2, tma=tma), _config(rows, 32, 8, 3, tma=tma)]
-        else:
-            found += [_config(64, 32, 8, 2, tma=tma), _config(64, 32, 4, 2, tma=tma)]
-    if plan.broadcast:
-        found = [{**c, "PERSISTENT": c["PERSISTENT"] or 2} for c in found]
-    return found
+        return [_config(16, 16, 1, 1, PERSISTENT=1)]
+    wide = max(p.d_pad, p.dv_pad)
+    if p.dtype == "fp32":
+        return [_config(16, 16 if wide > 64 else 32, 4, 1, PERSISTENT=4 if p.broadcast else 0)]
+    rows = 64 if p.q_bound <= 64 else 128
+    if kernel == "attention.q_resident":
+        found = [_config(16, 64, 4, 2), _config(16, 128, 8, 2), _config(16, 32, 4, 3)]
+    elif wide <= 64:
+        found = [_config(rows, 64, rows // 16, 3), _config(rows, 128, 8, 2), _config(64, 64, 4, 3)]
+    elif wide <= 128:
+        found = [_config(rows, 64, rows // 16, 2), _config(64, 64, 4, 2), _config(rows, 32, rows // 16, 3), _config(64, 32, 4, 3)]
+    else:
+        found = [_config(64, 32, 8, 2), _config(64, 32, 4, 2)]
+    if p.broadcast:
+        found = [{**c, "PERSISTENT": 2} for c in found]
+    return _with_tma(found, info)
 
 
-def key_side(kernel: str, plan: Plan, info: DeviceInfo) -> list[Config]:
+def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.dkdv, attention.atomic, attention.sample and attention.kv_resident (BLOCK_N is then raised to the longest sample)."""
     if info.key == "interpreter":
-        return [_config(16, 16, 1, 1, tma=False, persistent=1)]
-    wide = max(plan.d_pad, plan.dv_pad)
-    if plan.dtype == "fp32":
-        return [_config(16 if wide > 64 else 32, 16, 4, 1, tma=False)]
-    resident = kernel == "attention.kv_resident"
-    found = []
-    for tma in (True, False) if info.tma else (False,):
+        return [_config(16, 16, 1, 1, PERSISTENT=1)]
+    wide = max(p.d_pad, p.dv_pad)
+    if p.dtype == "fp32":
+        return [_config(16 if wide > 64 else 32, 16, 4, 1)]
+    if kernel == "attention.kv_resident":
+        found = [_config(64, 16, 4 if p.k_bound <= 64 else 8, 2), _config(32, 16, 4 if p.k_bound <= 64 else 8, 2)]
         if wide > 128:
-            found += [_config(32, 16 if resident else 64, 8, 2, tma=tma)]
-        elif resident:
-            found += [_config(64, 16, 4 if plan.k_bound <= 64 else 8, 2, tma=tma), _config(32, 16, 4, 2, tma=tma)]
-        else:
-            found += [_config(64, 128, 8, 2, tma=tma), _config(64, 64, 4, 2, tma=tma), _config(32, 128, 8, 3, tma=tma)]
-    return found
+            found = found[1:]
+    elif wide <= 64:
+        found = [_config(64, 128, 8, 3), _config(64, 64, 4, 3), _config(128, 64, 8, 2)]
+    elif wide <= 128:
+        found = [_config(32, 128, 8, 3), _config(64, 64, 4, 2), _config(64, 128, 8, 2), _config(32, 64, 4, 2)]
+    else:
+        found = [_config(32, 64, 8, 2), _config(32, 32, 4, 2)]
+    return _with_tma(found, info)
 
 
-def bias(kernel: str, plan: Plan, info: DeviceInfo) -> list[Config]:
+def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.bias."""
     if info.key == "interpreter":
-        return [_config(16, 16, 1, 1, tma=False, persistent=2)]
-    if plan.dtype == "fp32":
-        return [_config(16, 16, 4, 1, tma=False, persistent=4)]
-    return [_config(64, 64 if max(plan.d_pad, plan.dv_pad) <= 128 else 32, 4, 2, tma=info.tma, persistent=2)]
-
-
-def _config(m: int, n: int, warps: int, stages: int, *, tma: bool, persistent: int = 0) -> Config:
-    return {"BLOCK_M": m, "BLOCK_N": n, "TMA": tma, "PERSISTENT": persistent, "num_warps": warps, "num_stages": stages}
+        return [_config(16, 16, 1, 1, PERSISTENT=2)]
+    if p.dtype == "fp32":
+        return [_config(16, 16, 4, 1, PERSISTENT=4)]
+    block = 64 if max(p.d_pad, p.dv_pad) <= 128 else 32
+    return [_config(64, block, 4, 2, TMA=info.tma, PERSISTENT=2), _config(64, block, 8, 2, TMA=info.tma, PERSISTENT=1)]

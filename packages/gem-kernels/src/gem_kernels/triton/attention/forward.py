@@ -99,43 +99,28 @@ def attention_fwd_kernel(
                     weight = tl.where(candidate, activate(own, act_id, ACT, ACT_SET, FAST).to(tl.float32), 0.0)
                     acc += weight[:, None] * v_own.to(tl.float32)
 
-        for x in tl.range(0, blocks):
-            n0 = key_block(x, walk_head, walk_first, CONTEXT) * BLOCK_N
-            k_tile = load_rows(k, k_row, n0, h, kv_head, stride_kn, stride_kh, BLOCK_N, D, D_PAD, TMA)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            j = n0 + tl.arange(0, BLOCK_N)
-            if BIAS:
-                tk, tk_low, tk_high = load_times(k_times, k_row, n0, h, BLOCK_N)
-                s = s * scale + pair_bias(
-                    p[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
-                    tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, head,
-                    bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
+        m_i, l_i, acc = walk_keys(
+            q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
+            blocks, walk_head, walk_first, free0, free1,
+            bias_position, bias_time, time_edges, stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
+            left, right, radius, edges, scale, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
+            CAUSAL, WINDOW, CONTEXT, TIME_STEPS, FOLD, SUBTRACT, BLOCK_N, TMA,
+        )  # fmt: skip
+        if SUBTRACT:
+            surplus = (blocks * BLOCK_N - h).to(tl.float32) * tl.exp2(-m_i)
+            surplus = tl.where(blocks > 0, surplus, 0.0)
+            l_i -= surplus
+            if tl.max(tl.where((i < lq) & (surplus > _CANCEL * l_i), 1, 0), 0) > 0:
+                m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                l_i = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+                m_i, l_i, acc = walk_keys(
+                    q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
+                    blocks, walk_head, walk_first, free0, free1,
+                    bias_position, bias_time, time_edges, stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
+                    left, right, radius, edges, scale, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
+                    CAUSAL, WINDOW, CONTEXT, TIME_STEPS, FOLD, False, BLOCK_N, TMA,
                 )  # fmt: skip
-            elif not FOLD:
-                s = s * scale
-            if SOFTMAX:
-                if not SUBTRACT:
-                    if (n0 < free0) | (n0 + BLOCK_N > free1):
-                        seen = (j < h)[None, :] & visible(p[:, None], j[None, :], c, left, right, CAUSAL, WINDOW, CONTEXT)
-                        s = tl.where(seen, s, float("-inf"))
-                step = scale * LOG2E if FOLD else LOG2E
-                m_new = tl.maximum(m_i, tl.max(s, 1) * step)
-                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-                prob = tl.exp2(s * step - m_safe[:, None])
-                alpha = tl.exp2(m_i - m_safe)
-                l_i = l_i * alpha + tl.sum(prob, 1)
-                acc = acc * alpha[:, None]
-                m_i = m_new
-            else:
-                if FOLD:
-                    s = s * scale
-                prob = activate(s, act_id, ACT, ACT_SET, FAST)
-                if CAUSAL or WINDOW:
-                    if (n0 < free0) | (n0 + BLOCK_N > free1):
-                        seen = (j < h)[None, :] & visible(p[:, None], j[None, :], c, left, right, CAUSAL, WINDOW, CONTEXT)
-                        prob = tl.where(seen, prob, 0.0)
-            v_tile = load_rows(v, k_row, n0, h, kv_head, stride_vn, stride_vh, BLOCK_N, DV, DV_PAD, TMA)
-            acc = tl.dot(prob.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
         if SOFTMAX:
             scaled = tl.where(l_i > 0, out_scale / l_i, 0.0)
@@ -145,6 +130,59 @@ def attention_fwd_kernel(
         else:
             acc = acc * out_scale
         store_rows(out, out_row, m0, lq, head, stride_on, stride_oh, acc, BLOCK_M, DV, DV_PAD)
+
+
+@triton.jit
+def walk_keys(
+    q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
+    blocks, walk_head, walk_first, free0, free1,
+    bias_position, bias_time, time_edges, stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
+    left, right, radius, edges, scale,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    SOFTMAX: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONTEXT: tl.constexpr, TIME_STEPS: tl.constexpr,
+    FOLD: tl.constexpr, SUBTRACT: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Row maximum (scaled, in powers of two), denominator and accumulator after all key blocks of the walk."""
+    BIAS: tl.constexpr = (bias_position is not None) or (bias_time is not None)
+    for x in tl.range(0, blocks):
+        n0 = key_block(x, walk_head, walk_first, CONTEXT) * BLOCK_N
+        k_tile = load_rows(k, k_row, n0, h, kv_head, stride_kn, stride_kh, BLOCK_N, D, D_PAD, TMA)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        j = n0 + tl.arange(0, BLOCK_N)
+        if BIAS:
+            tk, tk_low, tk_high = load_times(k_times, k_row, n0, h, BLOCK_N)
+            s = s * scale + pair_bias(
+                p[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
+                tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, head,
+                bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
+            )  # fmt: skip
+        elif not FOLD:
+            s = s * scale
+        if SOFTMAX:
+            if not SUBTRACT:
+                if (n0 < free0) | (n0 + BLOCK_N > free1):
+                    seen = (j < h)[None, :] & visible(p[:, None], j[None, :], c, left, right, CAUSAL, WINDOW, CONTEXT)
+                    s = tl.where(seen, s, float("-inf"))
+            step = scale * LOG2E if FOLD else LOG2E
+            m_new = tl.maximum(m_i, tl.max(s, 1) * step)
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            prob = tl.exp2(s * step - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+            l_i = l_i * alpha + tl.sum(prob, 1)
+            acc = acc * alpha[:, None]
+            m_i = m_new
+        else:
+            if FOLD:
+                s = s * scale
+            prob = activate(s, act_id, ACT, ACT_SET, FAST)
+            if CAUSAL or WINDOW:
+                if (n0 < free0) | (n0 + BLOCK_N > free1):
+                    seen = (j < h)[None, :] & visible(p[:, None], j[None, :], c, left, right, CAUSAL, WINDOW, CONTEXT)
+                    prob = tl.where(seen, prob, 0.0)
+        v_tile = load_rows(v, k_row, n0, h, kv_head, stride_vn, stride_vh, BLOCK_N, DV, DV_PAD, TMA)
+        acc = tl.dot(prob.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    return m_i, l_i, acc
 
 
 @triton.jit

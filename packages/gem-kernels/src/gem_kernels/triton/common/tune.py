@@ -84,21 +84,39 @@ def measured(kernel: str, facts: Facts, info: DeviceInfo, candidates: Callable[[
     if session is not None and key in session.done:
         return session.done[key]
     path = cache_file(info)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(path):
         table = _read(path)
         if session is None and key in table:
             best = dict(table[key]["use"])
         else:
             best, ms, tried = _fastest(key, candidates(), run)
-            table[key] = {"use": best, "ms": ms}
+            # Candidates may themselves have tuned kernels meanwhile.
+            table = {**_read(path), key: {"use": best, "ms": ms}}
             _write(path, table)
             if session is not None:
                 session.done[key] = best
                 session.timings.append({"kernel": kernel, "facts": dict(facts), "use": best, "ms": ms, "tried": tried})
         _loaded[path] = table
     return best
+
+
+_held: set[Path] = set()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process measures at a time. Inside a measurement a nested one keeps the lock."""
+    if path in _held:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.discard(path)
 
 
 def _fastest(key: str, candidates: list[Config], run: Callable[[Config], None]) -> tuple[Config, float, list[dict[str, Any]]]:

@@ -53,12 +53,9 @@ def scheme_supports(p: Plan, scheme: str) -> Supported:
     return YES
 
 
-def automatic_scheme(p: Plan) -> str:
-    """The fewest products that the problem allows, without atomics."""
-    for scheme in ("kv_resident", "q_resident"):
-        if scheme_supports(p, scheme):
-            return scheme
-    return "split"
+def schemes(p: Plan) -> list[Config]:
+    """What automatic choice may take, best guess first: the fewest products, and no atomics (repeated runs then agree bit for bit)."""
+    return [{"SCHEME": s} for s in ("kv_resident", "q_resident", "split", "sample") if scheme_supports(p, s)]
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...], scheme: str | None = None) -> Saved:
@@ -70,9 +67,15 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
     pass_ = _Backward(x, out, lse, dense_columns(dout), needs)
     if x.batch == 0 or x.out_rows == 0:
         return pass_.zeros()
-    if scheme is None:
-        scheme = automatic_scheme(p) if all(needs[:3]) else "split"
-    return pass_.run(scheme)
+    if scheme is not None or not all(needs[:3]):
+        return pass_.run(scheme or "split")
+    grads: list[Saved] = []
+
+    def run(config: Config) -> None:
+        grads[:] = [pass_.run(config["SCHEME"])]
+
+    choose_and_run(x, "attention.backward", lambda *_: schemes(p), run)
+    return grads[0]
 
 
 class _Backward:

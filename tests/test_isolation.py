@@ -54,6 +54,7 @@ def test_wheels_hold_the_package_and_nothing_else(package: str, wheels: dict[str
         names = archive.namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {module}
     assert f"{module}/py.typed" in names
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     assert not [name for name in names if "/tests/" in name or name.endswith((".pyc", ".so"))]
 
 

@@ -27,8 +27,10 @@ def test_links_lead_somewhere(root: Path):
                 assert (page.parent / target).exists(), f"{page.relative_to(root)} links to {target}"
 
 
-def test_changelogs_name_the_version(package: str, root: Path):
+def test_changelogs_tell_what_is_in_the_version(package: str, root: Path):
+    """An entry below the version of `__about__.py`, or below Unreleased for the next one."""
     about = (root / "packages" / package / "src" / package.replace("-", "_") / "__about__.py").read_text()
     version = re.search(r'__version__ = "([^"]+)"', about)
     assert version is not None
-    assert version[1] in (root / "packages" / package / "CHANGELOG.md").read_text()
+    changelog = (root / "packages" / package / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## (\[?{re.escape(version[1])}\b.*|Unreleased)\n+- \S", changelog, re.MULTILINE)

@@ -9,7 +9,7 @@ from gem_core.hookspecs import GEM_API, KernelSpec, MetricSpec, ModelSpec, Recip
 
 
 def _offered(module: str, function: str = "builtin_specs") -> list[Any]:
-    return list(getattr(import_module(module), function, list)())
+    return list(getattr(import_module(module), function)())
 
 
 class BuiltinPlugin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -54,8 +53,6 @@ def build(disabled: Iterable[str] = ()) -> typer.Typer:
     groups = CommandGroups(help=_HELP, add_completion=True)
     groups.top.callback()(_globals)
     for module in ("train", "eval", "plugins", "doctor", "config"):
-        if importlib.util.find_spec(f"gem_core.cli.{module}") is None:
-            continue
         importlib.import_module(f"gem_core.cli.{module}").register(groups)
     manager = plugins.manager()
 

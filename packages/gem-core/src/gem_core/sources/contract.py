@@ -18,7 +18,9 @@ class Source(Protocol):
     ``iter(source)`` yields one epoch of this shard of ``split`` ("train", "eval" or "test"). ``state_dict()`` taken between two batches and
     loaded into a fresh source makes its next ``iter`` continue with the following batch (an iterator of the finished epoch yields nothing,
     the next one begins the next epoch): every sample exactly once an epoch. The training split is shuffled by (seed, epoch); others keep
-    their order. Two ranks yield the same number of batches.
+    their order. Two ranks yield the same number of batches. An iterator abandoned on the way ends its epoch: the next ``iter`` begins the
+    next one. The state is plain JSON, the same on every rank, and fits another world size or batch size (`order.Cursor` does all this).
+    A source may have ``__len__``: the batches of an epoch.
     """
 
     def __iter__(self) -> Iterator[Batch]: ...

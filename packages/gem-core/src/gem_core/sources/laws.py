@@ -35,7 +35,9 @@ class UniformLaw(_Law):
     sparsity: float = Field(0.5, gt=0, le=1)
 
     def quantile(self, u: Floats) -> Ints:
-        low, high = (int((2 * self.sparsity - 1) * self.max), self.max) if self.sparsity >= 0.5 else (1, int(2 * self.sparsity * self.max))
+        low, high = (
+            (round((2 * self.sparsity - 1) * self.max), self.max) if self.sparsity >= 0.5 else (1, round(2 * self.sparsity * self.max))
+        )
         low, high = max(1, low), max(1, high)
         return np.minimum(low + np.floor(u * (high - low + 1)), high).astype(np.int64)
 

@@ -22,8 +22,8 @@ Span = tuple[int, int]
 class Plan:
     """``spans`` dealt to ``world`` ranks in steps of ``batch_size`` samples a rank.
 
-    The last step of a rank may be smaller; it is empty only when there are fewer samples than ranks. With ``drop_last`` a step that not
-    every rank can fill is not made.
+    The last step of a rank may be smaller; it can be empty only when ``batch_size`` is 1 or there are fewer samples than ranks. With
+    ``drop_last`` a step that not every rank can fill is not made.
     """
 
     spans: tuple[Span, ...]

@@ -16,8 +16,9 @@ made at any time, on any rank, in any order.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,27 +114,26 @@ class PlantedLog:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        rng = np.random.default_rng([world.seed, 1])
         self.groups = -(-world.categories // GROUP)
         self._category_lut = _zipf_lut(world.categories, 0.6)
         self._rank_lut = _zipf_lut(world.items_per_category, 1.0)
         n_items = world.categories * world.items_per_category
-        self._of = {
-            "category": rng.normal(0, 0.40, world.categories),
-            "advertiser": rng.normal(0, 0.45, world.advertisers),
-            "item": rng.normal(0, 0.10, n_items),
-            "age": rng.normal(0, 0.35, AGES),
-            "country": rng.normal(0, 0.20, COUNTRIES),
-            "age_group": rng.normal(0, 0.45, (AGES, self.groups)),
-            "device_position": rng.normal(0, 0.20, (DEVICES, POSITIONS)),
-        }
-        self._advertiser_of = rng.integers(0, world.advertisers, n_items)
-        self._price_of = rng.normal(0, 1, n_items)
-        self._advertiser_cvr = rng.normal(0, 0.4, world.advertisers)
-        decay = 0.5 ** (np.arange(MEMORY) / HALF_LIFE)
-        self._decay = decay
-        self._action_weight = np.array([0.7, 1.0, 1.3])
         self._keys = {name: np.uint64(mix64(key_of(world.seed) ^ i)) for i, name in enumerate(_STREAMS)}
+        sizes = {
+            "category": (0.35, world.categories),
+            "advertiser": (0.40, world.advertisers),
+            "item": (0.10, n_items),
+            "age": (0.30, AGES),
+            "country": (0.20, COUNTRIES),
+            "age_group": (0.40, AGES, self.groups),
+            "device_position": (0.20, DEVICES, POSITIONS),
+            "advertiser_cvr": (0.40, world.advertisers),
+            "price": (1.0, n_items),
+        }
+        self._of = {name: std * self._normals(i, shape) for i, (name, (std, *shape)) in enumerate(sizes.items())}
+        self._advertiser_of = (_uniform(self._hash("tables", np.arange(n_items), 2 * len(sizes))) * world.advertisers).astype(np.int64)
+        self._decay = 0.5 ** (np.arange(MEMORY) / HALF_LIFE)
+        self._action_weight = np.array([0.7, 1.0, 1.3])
         self.bias_click = self.bias_conversion = 0.0
         self._calibrate()
 
@@ -146,14 +146,25 @@ class PlantedLog:
         conversion = np.log(probe.p_conversion / (1 - probe.p_conversion))
         self.bias_conversion = _bias_for(self.world.cvr, conversion, clicked)
 
-    def _hash(self, stream: str, a: Any, b: Any = 0) -> U64:
-        x = np.atleast_1d(np.asarray(a, dtype=np.uint64)) * GOLDEN
+    def _hash(self, stream: str, counter: Ints, draw: int = 0) -> U64:
+        """Draw number ``draw`` of a stream for every counter."""
+        x = counter.astype(np.uint64) * GOLDEN
         x += self._keys[stream]
         mix64_(x)
-        if not (np.isscalar(b) and b == 0):
-            x ^= np.asarray(b, dtype=np.uint64)
+        if draw:
+            x ^= np.uint64(draw)
             mix64_(x)
         return x
+
+    def _normals(self, number: int, shape: list[int]) -> Floats:
+        """Table ``number`` of standard normals, scaled to mean 0 and deviation 1 exactly, so that every seed's log is about as hard.
+
+        From counters, because NumPy's generators may change between versions.
+        """
+        n = math.prod(shape)
+        u, v = (_uniform(self._hash("tables", np.arange(n), 2 * number + half)) for half in (0, 1))
+        x = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+        return ((x - x.mean()) / x.std()).reshape(shape)
 
     # --- users ---------------------------------------------------------------------------------------------------------------------
 
@@ -228,7 +239,7 @@ class PlantedLog:
         }
         quality, depth, tenure, activity = _normal(draw[5], self._hash("sample", index, 7), self._hash("sample", index, 8))
         dense = {
-            "price": self._price_of[item] + 0.3 * tenure,
+            "price": self._of["price"][item] + 0.3 * tenure,
             "creative_quality": quality,
             "session_depth": np.exp(0.8 * depth),
             "tenure": tenure,
@@ -238,7 +249,7 @@ class PlantedLog:
         context = self._context(sparse, dense)
         history = 7.5 * affinity - 1.2 * np.minimum(same_viewed, 1.5) + 0.9 * np.minimum(same_clicked, 1.5)
         p_click = _sigmoid(self.bias_click + context + history)
-        buy = 6.0 * purchases - 0.4 * dense["price"] + self._advertiser_cvr[sparse["advertiser"]]
+        buy = 6.0 * purchases - 0.4 * dense["price"] + self._of["advertiser_cvr"][sparse["advertiser"]]
         p_conversion = _sigmoid(self.bias_conversion + buy)
         click = _uniform(self._hash("click", index)) < p_click
         conversion = click & (_uniform(self._hash("conversion", index)) < p_conversion)
@@ -285,7 +296,7 @@ class PlantedLog:
         return affinity, purchases, same_viewed, same_clicked
 
 
-_STREAMS = ("sample", "user", "length", "click", "conversion")
+_STREAMS = ("sample", "user", "length", "click", "conversion", "tables")
 
 
 def _normal(*bits: U64) -> tuple[Floats, Floats, Floats, Floats]:

@@ -1,0 +1,251 @@
+"""Conformance kit for data sources.
+
+Give it a factory with the keywords of ``SourceSpec.build`` after ``config`` and ``features``; every check raises AssertionError::
+
+    @pytest.mark.parametrize("check", source_checks(), ids=lambda c: c.__name__)
+    def test_source(check):
+        check(lambda **how: build(config, features, **how))
+
+The source must give ``Batch.sample_ids``, and a training split of at least 50 samples for the checks to say anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.batch import Batch
+from gem_core.sources.contract import Source
+
+Factory = Callable[..., Source]
+Check = Callable[[Factory], None]
+_CHECKS: list[Check] = []
+
+
+def source_checks() -> list[Check]:
+    """All checks, to be parametrised over."""
+    return list(_CHECKS)
+
+
+def check_source(make: Factory) -> None:
+    """Run all checks."""
+    for check in _CHECKS:
+        check(make)
+
+
+def _check(fn: Check) -> Check:
+    _CHECKS.append(fn)
+    return fn
+
+
+def _source(
+    make: Factory, split: str = "train", batch_size: int = 16, shard: tuple[int, int] = (0, 1), seed: int = 3, drop_last: bool = False
+) -> Source:
+    return make(split=split, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
+
+
+def ids_of(batches: Iterable[Batch]) -> list[Any]:
+    """Sample ids in order."""
+    found: list[Any] = []
+    for batch in batches:
+        ids = batch.sample_ids
+        assert ids is not None, "the source gives no sample_ids"
+        found += ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    return found
+
+
+def flat_tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of everything in a batch, tensors and plain values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from flat_tensors(getattr(value, f.name), f"{name}.{f.name}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat_tensors(item, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+def assert_same_batch(a: Batch, b: Batch) -> None:
+    """Every tensor equal in dtype, shape and value, everything else equal."""
+    left, right = dict(flat_tensors(a)), dict(flat_tensors(b))
+    assert left.keys() == right.keys(), f"different members: {sorted(left.keys() ^ right.keys())}"
+    for path, x in left.items():
+        y = right[path]
+        if isinstance(x, Tensor):
+            same = isinstance(y, Tensor) and x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+            assert same, f"{path} differs: {x} and {y}"
+        else:
+            assert x == y, f"{path} differs: {x} and {y}"
+
+
+def _assert_same(a: list[Batch], b: list[Batch]) -> None:
+    assert len(a) == len(b), f"{len(a)} and {len(b)} batches"
+    for x, y in zip(a, b):
+        assert_same_batch(x, y)
+
+
+def _all_once(parts: list[list[Any]], expected: list[Any], what: str) -> None:
+    counts = Counter(i for part in parts for i in part)
+    repeated = [i for i, c in counts.items() if c > 1]
+    assert not repeated, f"{what}: samples handed out twice: {repeated[:5]}"
+    missing = set(expected) - counts.keys()
+    assert not missing, f"{what}: samples lost: {sorted(missing, key=str)[:5]}"
+    assert len(counts) == len(expected), f"{what}: samples that the epoch does not have"
+
+
+@_check
+def batches_are_valid(make: Factory) -> None:
+    """Every batch passes `Batch.validate`, holds at most batch_size samples, and has the dtypes and members of the first."""
+    for split in ("train", "eval", "test"):
+        kinds = None
+        for batch in _source(make, split):
+            assert 0 < len(batch.validate()) <= 16
+            now = {p: (v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for p, v in flat_tensors(batch)}
+            kinds = kinds or now
+            assert now == kinds, f"members changed between batches of {split}: {set(now.items()) ^ set(kinds.items())}"
+        assert kinds, f"split {split} is empty"
+
+
+@_check
+def samples_come_once_an_epoch(make: Factory) -> None:
+    seen: dict[str, set[Any]] = {}
+    for split in ("train", "eval", "test"):
+        source = _source(make, split)
+        first, second = ids_of(source), ids_of(source)
+        assert len(first) == len(set(first)), f"{split}: a sample came twice in one epoch"
+        assert sorted(first, key=str) == sorted(second, key=str), f"{split}: two epochs hold different samples"
+        seen[split] = set(first)
+    shared = seen["train"] & (seen["eval"] | seen["test"]) | seen["eval"] & seen["test"]
+    assert not shared, f"splits share samples: {sorted(shared, key=str)[:5]}"
+
+
+@_check
+def sources_built_alike_agree(make: Factory) -> None:
+    _assert_same(list(_source(make)), list(_source(make)))
+
+
+@_check
+def training_is_shuffled_by_seed_and_epoch(make: Factory) -> None:
+    source = _source(make)
+    first, second = ids_of(source), ids_of(source)
+    assert first != second, "the second epoch has the order of the first"
+    assert first != ids_of(_source(make, seed=4)), "another seed has the same order"
+    evaluation = _source(make, "eval")
+    order = ids_of(evaluation)
+    assert order == ids_of(evaluation) == ids_of(_source(make, "eval", seed=4)), "the evaluation split changes its order"
+
+
+@_check
+def batch_size_does_not_change_the_stream(make: Factory) -> None:
+    want = ids_of(_source(make, batch_size=16))
+    for size in (1, 7, 10_000):
+        assert ids_of(_source(make, batch_size=size)) == want, f"batch size {size} gives another order"
+
+
+@_check
+def shards_are_disjoint_and_of_one_length(make: Factory) -> None:
+    for split in ("train", "eval"):
+        want = ids_of(_source(make, split))
+        for world in (2, 3, 7):
+            for size in (4, 16):
+                parts = [list(_source(make, split, size, (rank, world))) for rank in range(world)]
+                assert len({len(p) for p in parts}) == 1, f"{world} ranks have different batch counts: {[len(p) for p in parts]}"
+                assert all(len(b) > 0 for p in parts for b in p), "a rank got an empty batch"
+                _all_once([ids_of(p) for p in parts], want, f"{split}, {world} ranks")
+
+
+@_check
+def drop_last_gives_full_batches_only(make: Factory) -> None:
+    for world in (1, 3):
+        parts = [list(_source(make, "train", 7, (rank, world), drop_last=True)) for rank in range(world)]
+        assert len({len(p) for p in parts}) == 1
+        assert all(len(b) == 7 for p in parts for b in p), "a batch is not full"
+        ids = [i for p in parts for i in ids_of(p)]
+        total = len(ids_of(_source(make)))
+        assert len(ids) == len(set(ids)) == total // world // 7 * 7 * world
+
+
+@_check
+def an_abandoned_iterator_does_not_shorten_the_next(make: Factory) -> None:
+    source = _source(make)
+    want = ids_of(_source(make))
+    list(islice(source, 2))
+    assert sorted(ids_of(source), key=str) == sorted(want, key=str)
+    evaluation = _source(make, "eval")
+    list(islice(evaluation, 1))
+    assert ids_of(evaluation) == ids_of(_source(make, "eval"))
+
+
+@_check
+def state_is_plain(make: Factory) -> None:
+    source = _source(make)
+    list(islice(source, 2))
+    state = source.state_dict()
+    assert json.loads(json.dumps(state)) == state, "the state must be JSON: it is stored beside checkpoints and read without unpickling"
+    others = [_source(make, shard=(rank, 2)) for rank in range(2)]
+    for other in others:
+        list(islice(other, 2))
+    assert others[0].state_dict() == others[1].state_dict(), "the state must not depend on the rank"
+
+
+@_check
+def resuming_twice_changes_nothing(make: Factory) -> None:
+    for shard in ((0, 1), (1, 3)):
+        plain = _source(make, batch_size=4, shard=shard)
+        want = [list(plain), list(plain)]
+        n = len(want[0])
+        for a, b in ((1, 2), (2, n - 1), (n - 1, n)):
+            source = _source(make, batch_size=4, shard=shard)
+            got = list(islice(source, a))
+            for upto in (b, None):
+                state = json.loads(json.dumps(source.state_dict()))
+                source = _source(make, batch_size=4, shard=shard)
+                source.load_state_dict(state)
+                got += list(source if upto is None else islice(source, upto - len(got)))
+            _assert_same(got, want[0])
+            _assert_same(list(source), want[1])
+
+
+@_check
+def a_finished_epoch_resumes_into_the_next(make: Factory) -> None:
+    plain = _source(make)
+    want = [list(plain), list(plain)]
+    source, n = _source(make), len(want[0])
+    iterator = iter(source)
+    for _ in range(n):
+        next(iterator)
+    state = source.state_dict()
+    resumed = _source(make)
+    resumed.load_state_dict(state)
+    assert list(resumed) == [], "the finished epoch was read again"
+    _assert_same(list(resumed), want[1])
+    assert next(iterator, None) is None
+    resumed = _source(make)
+    resumed.load_state_dict(source.state_dict())
+    _assert_same(list(resumed), want[1])
+
+
+@_check
+def resuming_with_other_ranks_and_batch_size_loses_nothing(make: Factory) -> None:
+    want = ids_of(_source(make))
+    for worlds in ((1, 3, 2), (3, 1, 4), (2, 5, 1)):
+        state: dict[str, Any] | None = None
+        parts: list[list[Any]] = []
+        for number, (world, size) in enumerate(zip(worlds, (4, 3, 5))):
+            sources = [_source(make, batch_size=size, shard=(rank, world)) for rank in range(world)]
+            got = []
+            for source in sources:
+                if state is not None:
+                    source.load_state_dict(json.loads(json.dumps(state)))
+                got.append(ids_of(source if number == 2 else islice(source, 2)))
+            parts += got
+            state = sources[0].state_dict()
+        _all_once(parts, want, f"resumed over {worlds} ranks")

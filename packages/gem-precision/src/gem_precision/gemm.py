@@ -6,14 +6,18 @@ what the others are tested against. ``torch`` is cuBLAS through ``torch._scaled_
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from gem_core.errors import OpError
 from gem_core.ops.contract import YES, Supported, no
+from gem_precision import kernels
 from gem_precision.formats import FP8, MX, quantize_fp8, quantize_mx, swizzle_scales
 from gem_precision.formats.random import draw_seed, random_bits
 from gem_precision.hadamard import random_hadamard
+from gem_precision.kernels.quantize import quantize_matrix, takes
 from gem_precision.policy import Gemm, Operand
 
 Quantised = MX | FP8
@@ -33,6 +37,11 @@ def quantise(
         # fp32, so that the quotient is rounded once
         wide = x.to(torch.float32)
         x, along = random_hadamard(wide if along == 1 else wide.t(), hadamard, hadamard_seed), 1
+    if kernels.usable(x) and takes(operand):
+        done = quantize_matrix(x, *((operand, None) if along == 1 else (None, operand)), generator=generator)
+        found = done.rows if along == 1 else done.columns
+        assert found is not None
+        return found
     block = operand.block if along == 1 else (operand.block[1], operand.block[0])
     if operand.format == "mx":
         q: Quantised = quantize_mx(
@@ -44,6 +53,33 @@ def quantise(
             bits = random_bits(draw_seed(generator, x.device), tuple(x.shape))
         q = quantize_fp8(x, elem=operand.elem, block=block, random_bits=bits)
     return q if along == 1 else q.transpose()
+
+
+def quantise_both(
+    x: Tensor,
+    rows: Gemm,
+    row_operand: Operand,
+    columns: Gemm,
+    column_operand: Operand,
+    *,
+    hadamard_seed: int = 0,
+    generator: torch.Generator | None = None,
+) -> tuple[Quantised, Quantised]:
+    """``x`` as an operand of two GEMMs: ``[R, K = C]`` of ``rows`` and, transposed, ``[C, K = R]`` of ``columns``; in one read of x
+    where the kernels can."""
+    one_read = (
+        rows.hadamard is None and columns.hadamard is None and kernels.usable(x) and takes(row_operand)
+        and replace(row_operand, rounding="nearest") == replace(column_operand, rounding="nearest")
+        and (row_operand.block[0] == 1 or row_operand == column_operand)
+    )  # fmt: skip
+    if one_read:
+        done = quantize_matrix(x, row_operand, column_operand, generator=generator)
+        assert done.rows is not None
+        assert done.columns is not None
+        return done.rows, done.columns
+    options = {"hadamard_seed": hadamard_seed, "generator": generator}
+    first = quantise(x, row_operand, hadamard=rows.hadamard, **options)  # type: ignore[arg-type]
+    return first, quantise(x, column_operand, along=0, hadamard=columns.hadamard, **options)  # type: ignore[arg-type]
 
 
 def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -109,9 +145,7 @@ def supports(backend: str, a: Quantised, b: Quantised) -> Supported:
         return _torch_supports(a, b, arch)
     if not isinstance(a, MX):
         return no("the kernel takes MX operands")
-    from gem_precision.kernels import triton_installed
-
-    if not triton_installed():
+    if not kernels.triton_installed():
         return no("triton is not installed")
     if a.block not in _MX_STRIPS or b.block not in _MX_STRIPS:
         return no(f"the kernel takes blocks of 1x32 along K, got {a.block} and {b.block}")
@@ -181,24 +215,3 @@ def _pad_to_four(scales: Tensor) -> Tensor:
     padded = scales.new_zeros(rows, (columns + 3) // 4 * 4)
     padded[:, :columns] = scales
     return padded[:, :columns]
-
-
-def multiply(
-    a: Tensor,
-    b: Tensor,
-    how: Gemm,
-    out_dtype: torch.dtype,
-    *,
-    a_along: int = 1,
-    b_along: int = 1,
-    backend: str = "auto",
-    hadamard_seed: int = 0,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Quantised | None, Quantised | None]:
-    """Quantise and multiply; also returns the quantised operands (None in bf16)."""
-    if how.a is None or how.b is None:
-        return high_precision_gemm(a if a_along == 1 else a.t(), b if b_along == 1 else b.t(), out_dtype), None, None
-    options = {"hadamard": how.hadamard, "hadamard_seed": hadamard_seed, "generator": generator}
-    qa = quantise(a, how.a, along=a_along, **options)  # type: ignore[arg-type]
-    qb = quantise(b, how.b, along=b_along, **options)  # type: ignore[arg-type]
-    return gemm(qa, qb, out_dtype, backend), qa, qb

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from gem_core.errors import OpError
 from gem_precision.formats.jagged import padded_rows
-from gem_precision.gemm import Quantised, gemm, high_precision_gemm, multiply, quantise
-from gem_precision.policy import Gemm, LinearPolicy
+from gem_precision.gemm import Quantised, gemm, high_precision_gemm, quantise, quantise_both
+from gem_precision.policy import Gemm, LinearPolicy, Operand
 from gem_precision.site import Site
 
 
@@ -29,53 +29,84 @@ def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> 
     return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
 
 
-def _options(policy: LinearPolicy, site: Site) -> dict[str, Any]:
-    return {"backend": policy.backend, "hadamard_seed": policy.hadamard_seed, "generator": site.generator}
+class _Operands:
+    """Quantises the tensors of one call and reports them to the site. Operands behind a Hadamard transform are not measured: what they
+    should be compared with is not at hand."""
+
+    def __init__(self, policy: LinearPolicy, site: Site) -> None:
+        self.policy, self.site = policy, site
+        self.options: dict[str, Any] = {"hadamard_seed": policy.hadamard_seed, "generator": site.generator}
+
+    def one(self, name: str, x: Tensor, how: Gemm, operand: Operand, *, along: int = 1) -> Quantised:
+        q = quantise(x, operand, along=along, hadamard=how.hadamard, **self.options)
+        if how.hadamard is None:
+            self.site.record(name, x if along == 1 else x.t(), q)
+        return q
+
+    def both(
+        self, names: tuple[str, str], x: Tensor, rows: Gemm, row: Operand, columns: Gemm, column: Operand
+    ) -> tuple[Quantised, Quantised]:
+        first, second = quantise_both(x, rows, row, columns, column, **self.options)
+        if rows.hadamard is None:
+            self.site.record(names[0], x, first)
+        if columns.hadamard is None:
+            self.site.record(names[1], x.t(), second)
+        return first, second
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, site: Site) -> Tensor:
         policy: LinearPolicy = site.policy
-        y, qx, qw = multiply(x, w, policy.fprop, x.dtype, **_options(policy, site))
-        site.record("fprop.x", x, qx if policy.fprop.hadamard is None else None)
-        site.record("fprop.w", w, qw if policy.fprop.hadamard is None else None)
-        ctx.site, ctx.policy, ctx.x_dtype = site, policy, x.dtype
-        saved: list[Tensor] = [w]
-        ctx.strips = None
-        if ctx.needs_input_grad[1]:
-            if policy.wgrad.b is not None:
-                q = quantise(
-                    x, policy.wgrad.b, along=0, hadamard=policy.wgrad.hadamard, hadamard_seed=policy.hadamard_seed, generator=site.generator
-                )
-                site.record("wgrad.x", x.t(), q if policy.wgrad.hadamard is None else None)
-                ctx.strips = (type(q), q.elem, q.block)
-                saved += [q.data, q.scales]
-            else:
-                saved.append(x)
-        ctx.save_for_backward(*saved)
+        fprop, wgrad = policy.fprop, policy.wgrad
+        operands = _Operands(policy, site)
+        keeps = ctx.needs_input_grad[1] and wgrad.b is not None
+        qx = saved_x = None
+        if fprop.a is not None and keeps:
+            qx, saved_x = operands.both(("fprop.x", "wgrad.x"), x, fprop, fprop.a, wgrad, wgrad.b)
+        elif fprop.a is not None:
+            qx = operands.one("fprop.x", x, fprop, fprop.a)
+        elif keeps:
+            saved_x = operands.one("wgrad.x", x, wgrad, wgrad.b, along=0)
+        if qx is None:
+            y = high_precision_gemm(x, w, x.dtype)
+        else:
+            y = gemm(qx, operands.one("fprop.w", w, fprop, fprop.b), x.dtype, policy.backend)
+        ctx.operands, ctx.x_dtype, ctx.saved_x = operands, x.dtype, None
+        if saved_x is not None:
+            ctx.saved_x = (type(saved_x), saved_x.elem, saved_x.block)
+            ctx.save_for_backward(w, saved_x.data, saved_x.scales)
+        elif ctx.needs_input_grad[1]:
+            ctx.save_for_backward(w, x)
+        else:
+            ctx.save_for_backward(w)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        site, policy = ctx.site, ctx.policy
+        operands: _Operands = ctx.operands
+        policy = operands.policy
+        dgrad, wgrad = policy.dgrad, policy.wgrad
         w, *rest = ctx.saved_tensors
-        site.record_gradient("dy", g)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx, qg, _ = multiply(g, w, policy.dgrad, ctx.x_dtype, b_along=0, **_options(policy, site))
-            site.record("dgrad.dy", g, qg if policy.dgrad.hadamard is None else None)
-        if ctx.needs_input_grad[1]:
-            if ctx.strips is None:
-                dw = high_precision_gemm(g.t(), rest[0].t(), w.dtype)
-            else:
-                family, elem, block = ctx.strips
-                how: Gemm = policy.wgrad
-                qg = quantise(
-                    g, how.a, along=0, hadamard=how.hadamard, hadamard_seed=policy.hadamard_seed, generator=site.generator
-                )  # fmt: skip
-                site.record("wgrad.dy", g.t(), qg if how.hadamard is None else None)
-                dw = gemm(qg, family(rest[0], rest[1], elem, block), w.dtype, policy.backend)
+        operands.site.record_gradient("dy", g)
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        low_dx, low_dw = wants_dx and dgrad.a is not None, wants_dw and ctx.saved_x is not None
+        row = column = dx = dw = None
+        if low_dx and low_dw:
+            row, column = operands.both(("dgrad.dy", "wgrad.dy"), g, dgrad, dgrad.a, wgrad, wgrad.a)
+        elif low_dx:
+            row = operands.one("dgrad.dy", g, dgrad, dgrad.a)
+        elif low_dw:
+            column = operands.one("wgrad.dy", g, wgrad, wgrad.a, along=0)
+        if row is not None:
+            dx = gemm(row, operands.one("dgrad.w", w, dgrad, dgrad.b, along=0), ctx.x_dtype, policy.backend)
+        elif wants_dx:
+            dx = high_precision_gemm(g, w.t(), ctx.x_dtype)
+        if column is not None:
+            family, elem, block = ctx.saved_x
+            dw = gemm(column, family(rest[0], rest[1], elem, block), w.dtype, policy.backend)
+        elif wants_dw:
+            dw = high_precision_gemm(g.t(), rest[0].t(), w.dtype)
         return dx, dw, None
 
 

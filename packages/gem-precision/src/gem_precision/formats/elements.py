@@ -74,7 +74,8 @@ def encode(y: Tensor, elem: Element, random_bits: Tensor | None = None) -> Tenso
     """
     y = y.clamp(-elem.largest, elem.largest)
     if random_bits is None and elem.torch_dtype is not None:
-        return y.to(elem.torch_dtype)
+        # one NaN code, whatever sign the hardware's NaN had
+        return torch.where(y.isnan(), elem.nan_code, y.to(elem.torch_dtype).view(torch.uint8)).view(elem.torch_dtype)
     magnitude = y.abs()
     exponent = (magnitude.view(torch.int32) >> 23) - 127
     exponent = exponent.clamp_(elem.emin, elem.emax)
@@ -89,11 +90,7 @@ def encode(y: Tensor, elem: Element, random_bits: Tensor | None = None) -> Tenso
         rounded = low + (random_bits.to(torch.float32) < threshold)
     codes = ((exponent - elem.emin) << elem.mbits) + rounded.nan_to_num_(0.0).to(torch.int32)
     codes = codes | torch.where(y.signbit(), elem.sign_code, 0)
-    if elem.nan_code:
-        codes = torch.where(y.isnan(), elem.nan_code, codes)
-    else:
-        codes = torch.where(y.isnan(), 0, codes)
-    codes = codes.to(torch.uint8)
+    codes = torch.where(y.isnan(), elem.nan_code, codes).to(torch.uint8)
     return codes if elem.torch_dtype is None else codes.view(elem.torch_dtype)
 
 

@@ -1,7 +1,8 @@
 """FP8 with fp32 scales, as Hopper's matrix instructions take it: one scale a row, a 1x128 strip or a 128x128 square.
 
-``scale = amax / largest`` (fp32, rounded to nearest), data = x / scale rounded to nearest even and saturated; a zero block has scale 1. A
-block that holds NaN or Inf has scale NaN.
+``scale = amax / largest`` and ``inverse = largest / amax``, each rounded once in fp32; data = x * inverse rounded to nearest even and
+saturated. A zero block has scale 1. A block that holds NaN or Inf has scale NaN and NaN elements. An amax below largest * 2^-126 counts as
+that, so that neither quotient leaves the normal range.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def quantize_fp8(x: Tensor, *, elem: str = "e4m3", block: tuple[int, int] = (1, 
         raise OpError(f"cannot quantise {x.dtype} of {x.dim()} dims", where="x", fix="give fp32, bf16 or fp16 of two or more dims")
     full = block[0] or max(x.shape[-2], 1), block[1] or max(x.shape[-1], 1)
     amax = block_amax(x, full)
-    scales = amax / chosen.largest
-    # an amax below 448 denormals has no fp32 quotient: such a block counts as zero
-    scales = torch.where(scales == 0, 1.0, scales)
-    scales = torch.where(amax.isfinite(), scales, torch.nan)
-    data = encode(x.to(torch.float32) / expand_scales(scales, full, x.shape), chosen, random_bits)
+    floored = torch.where(amax == 0, chosen.largest, amax.clamp(min=chosen.largest * 2.0**-126))
+    floored = torch.where(amax.isfinite(), floored, torch.nan)
+    # tensors on both sides: with a number, PyTorch multiplies by a rounded reciprocal
+    largest = torch.full_like(floored, chosen.largest)
+    scales, inverse = floored / largest, largest / floored
+    data = encode(x.to(torch.float32) * expand_scales(inverse, full, x.shape), chosen, random_bits)
     return FP8(data, scales, elem, block)

@@ -1,0 +1,37 @@
+"""Triton kernels, bit-equal to the PyTorch codec. Importing this package imports no triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def triton_installed() -> bool:
+    """Whether triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when triton was imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def usable(x: torch.Tensor) -> bool:
+    """Whether the quantise kernels take this tensor: a CUDA matrix of a dtype they load, and triton is there."""
+    return x.is_cuda and x.dim() == 2 and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_installed()
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
+    """Run ``kernel`` with a one-dimensional grid on ``device``; nothing where the grid is empty."""
+    if programs == 0:
+        return
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **meta)
+    else:
+        kernel[(programs,)](*args, **meta)

@@ -1,0 +1,227 @@
+"""Quantising a matrix with the kernels: one direction, both in one read, or fused behind a norm or an activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.errors import OpError
+from gem_precision.formats import FP8, MX, draw_seed, element
+from gem_precision.kernels import interpreting, launch
+from gem_precision.policy import Operand
+
+RULES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
+ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3, "relu_square": 4}
+
+TILES: dict[str, dict[str, Any]] = {
+    "mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
+    "mx_both": {"BLOCK_R": 64, "BLOCK_C": 64, "num_warps": 4},
+    "fp8": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
+    "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
+    "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
+    "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
+}
+"""Tile of each use; the benchmark of this package times others."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What a kernel wrote: ``rows`` is the operand ``[R, K = C]``, ``columns`` the operand ``[C, K = R]`` (of x transposed), ``y`` the
+    unquantised result where it was asked for."""
+
+    rows: MX | FP8 | None
+    columns: MX | FP8 | None
+    y: Tensor | None = None
+
+
+def takes(operand: Operand) -> bool:
+    """Whether the kernels quantise this operand (all but whole rows or columns of FP8, which need two passes)."""
+    return 0 not in operand.block
+
+
+def quantize_matrix(
+    x: Tensor,
+    rows: Operand | None = None,
+    columns: Operand | None = None,
+    *,
+    act: str = "none",
+    write_y: bool = False,
+    generator: torch.Generator | None = None,
+    swizzle: bool = False,
+    tile: dict[str, Any] | None = None,
+) -> Directions:
+    """Quantise ``x [R, C]`` along its columns (operand ``rows``: K = C), along its rows (``columns``: K = R, transposed), or both, in one
+    read; ``act`` is applied first and its result rounded to x's dtype.
+
+    Both directions must agree in format, element, rule and whether blocks are squares. Bit-equal to the codec on ``act(x)``; with
+    stochastic rounding the rows' seed is drawn from ``generator`` first. ``swizzle``: scales in 128x4 tiles, flat uint8.
+    :raises OpError: operands that do not fit each other, or an x that is not a CUDA matrix of unit column stride.
+    """
+    x = _checked(x, rows, columns)
+    what, meta = _plan(x, rows, columns, generator, swizzle)
+    if act not in ACTIVATIONS:
+        raise OpError(f"no activation called {act!r} is fused with quantising", where="act", fix=f"choose one of {', '.join(ACTIVATIONS)}")
+    one = rows or columns
+    assert one is not None
+    tile = tile or TILES[one.format + ("" if rows is not None and columns is None and one.block[0] == 1 else "_both")]
+    r, c = x.shape
+    y = torch.empty_like(x) if write_y else None
+    programs = -(-r // tile["BLOCK_R"]) * -(-c // tile["BLOCK_C"])
+    from gem_precision.kernels.quantize_kernels import quantize_kernel
+
+    launch(
+        quantize_kernel, programs, x.device, x, x if y is None else y, *what.pointers(x), r, c, x.stride(0),
+        ACT=ACTIVATIONS[act], WRITE_Y=write_y, **meta, **tile,
+    )  # fmt: skip
+    return what.result(y)
+
+
+def norm_quantize(
+    x: Tensor,
+    rows: Operand | None = None,
+    columns: Operand | None = None,
+    *,
+    kind: str = "rms",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    write_y: bool = True,
+    generator: torch.Generator | None = None,
+    swizzle: bool = False,
+) -> Directions:
+    """RMS or layer norm of ``x [R, C]`` over C, quantised in the same pass; as `quantize_matrix` otherwise. Without operands it is the norm
+    alone, by the same arithmetic, so fused and unfused agree to the bit.
+    """
+    if kind not in ("rms", "layer"):
+        raise OpError(f"there is no norm called {kind!r}", where="kind", fix="choose rms or layer")
+    if rows is None and columns is None:
+        what, meta = _Outputs(None, None, x, False, x), _meta(Operand())
+        meta |= {"ROWS": False, "COLS": False, "SQUARE": False, "STOCHASTIC_ROWS": False, "STOCHASTIC_COLS": False, "SWIZZLE": False}
+        write_y = True
+    else:
+        x = _checked(x, rows, columns)
+        what, meta = _plan(x, rows, columns, generator, swizzle)
+    one = rows or columns
+    tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
+    r, c = x.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if write_y else None
+    from gem_precision.kernels.quantize_kernels import norm_quantize_kernel
+
+    launch(
+        norm_quantize_kernel, -(-r // tile["BLOCK_R"]), x.device, x, x if weight is None else weight, x if bias is None else bias,
+        x if y is None else y, *what.pointers(x), r, c, x.stride(0), eps,
+        LAYER=kind == "layer", WEIGHT=weight is not None, BIAS=bias is not None, WRITE_Y=write_y, QUANTIZE=one is not None, **meta, **tile,
+    )  # fmt: skip
+    return what.result(y)
+
+
+def _checked(x: Tensor, rows: Operand | None, columns: Operand | None) -> Tensor:
+    if rows is None and columns is None:
+        raise OpError("nothing to do: neither rows nor columns are to be quantised", where="rows, columns")
+    if x.dim() != 2:
+        raise OpError(f"the kernels take a matrix, got {tuple(x.shape)}", where="x", fix="flatten the leading dims")
+    if not (x.is_cuda or interpreting()):
+        raise OpError(f"the kernels run on CUDA tensors, x is on {x.device}", where="x", fix="use gem_precision.quantize_mx")
+    for operand in (rows, columns):
+        if operand is not None and not takes(operand):
+            raise OpError(f"{operand} needs two passes", where="operand", fix="use gem_precision.formats.quantize_fp8")
+    if rows is not None and columns is not None:
+        same = [(o.format, o.elem, o.scale_rule, o.block) for o in (rows, columns)]
+        if same[0] != same[1]:
+            raise OpError(f"one read cannot serve {rows} and {columns}", where="rows, columns", fix="quantise twice")
+        if rows.block[0] != 1 and rows.rounding != columns.rounding:
+            raise OpError("a square is quantised once, so both directions round alike", where="rows, columns")
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+class _Outputs:
+    """Tensors of one launch."""
+
+    def __init__(self, rows: Operand | None, columns: Operand | None, x: Tensor, swizzle: bool, seeds: Tensor) -> None:
+        self.rows, self.columns, self.swizzle, self.seeds = rows, columns, swizzle, seeds
+        self.shape = x.shape
+        r, c = x.shape
+        self.row_data = self.row_scales = self.col_data = self.col_scales = None
+        one = rows or columns
+        if one is None:
+            return
+        self.square = one.block[0] != 1
+        if rows is not None:
+            self.row_data = x.new_empty((r, c), dtype=torch.uint8)
+        if columns is not None:
+            self.col_data = x.new_empty((c, r), dtype=torch.uint8)
+        if self.square:
+            self.row_scales = self._scales(x, one, -(-r // one.block[0]), -(-c // one.block[0]), tiles=False)
+        else:
+            if rows is not None:
+                self.row_scales = self._scales(x, rows, r, -(-c // rows.block[1]), tiles=swizzle)
+            if columns is not None:
+                self.col_scales = self._scales(x, columns, c, -(-r // columns.block[1]), tiles=swizzle)
+
+    @staticmethod
+    def _scales(x: Tensor, operand: Operand, rows: int, strips: int, *, tiles: bool) -> Tensor:
+        if operand.format == "fp8":
+            return x.new_empty((rows, strips), dtype=torch.float32)
+        if tiles:
+            return x.new_zeros((-(-rows // 128)) * (-(-strips // 4)) * 512, dtype=torch.uint8)
+        return x.new_empty((rows, strips), dtype=torch.uint8)
+
+    def pointers(self, x: Tensor) -> list[Tensor]:
+        found = (self.row_data, self.row_scales, self.col_data, self.col_scales, self.seeds)
+        return [x if t is None else t for t in found]
+
+    def result(self, y: Tensor | None) -> Directions:
+        rows = columns = None
+        if self.rows is not None:
+            rows = self._quantised(self.rows, self.row_data, self.row_scales)
+        if self.columns is not None:
+            scales = self.row_scales.t() if self.square and self.row_scales is not None else self.col_scales
+            columns = self._quantised(self.columns, self.col_data, scales)
+        return Directions(rows, columns, y)
+
+    @staticmethod
+    def _quantised(operand: Operand, data: Tensor | None, scales: Tensor | None) -> MX | FP8:
+        assert data is not None
+        assert scales is not None
+        dtype = element(operand.elem).torch_dtype
+        family = MX if operand.format == "mx" else FP8
+        return family(data if dtype is None else data.view(dtype), scales, operand.elem, operand.block)
+
+
+def _plan(
+    x: Tensor, rows: Operand | None, columns: Operand | None, generator: torch.Generator | None, swizzle: bool
+) -> tuple[_Outputs, dict[str, Any]]:
+    one = rows or columns
+    assert one is not None
+    square = one.block[0] != 1
+    if swizzle and (square or one.format != "mx"):
+        raise OpError("only scales of MX strips are stored in 128x4 tiles", where="swizzle", fix="use blocks of 1x32 or swizzle=False")
+    stochastic_rows = rows is not None and rows.rounding == "stochastic"
+    stochastic_cols = columns is not None and columns.rounding == "stochastic"
+    if square:
+        # one draw serves both payloads
+        stochastic_rows, stochastic_cols = stochastic_rows or stochastic_cols, False
+    seeds = x
+    if stochastic_rows or stochastic_cols:
+        none = torch.zeros(2, dtype=torch.int32, device=x.device)
+        first = draw_seed(generator, x.device) if stochastic_rows else none
+        seeds = torch.cat([first, draw_seed(generator, x.device) if stochastic_cols else none])
+    meta = _meta(one) | {
+        "ROWS": rows is not None, "COLS": columns is not None, "SQUARE": square, "STOCHASTIC_ROWS": stochastic_rows,
+        "STOCHASTIC_COLS": stochastic_cols, "SWIZZLE": swizzle,
+    }  # fmt: skip
+    return _Outputs(rows, columns, x, swizzle, seeds), meta
+
+
+def _meta(operand: Operand) -> dict[str, Any]:
+    elem = element(operand.elem)
+    # the interpreter's conversions are not the hardware's, so it takes the integer path
+    cast = 0 if interpreting() else {"e4m3": 1, "e5m2": 2}.get(operand.elem, 0)
+    return {
+        "FP8": operand.format == "fp8", "RULE": RULES[operand.scale_rule], "MBITS": elem.mbits, "EMIN": elem.emin, "EMAX": elem.emax,
+        "LARGEST": elem.largest, "TOP_MANTISSA": round((elem.largest / 2.0**elem.emax - 1) * 2**23), "SIGN": elem.sign_code,
+        "NAN": elem.nan_code, "CAST": cast, "B": 32 if operand.format == "mx" else 128,
+    }  # fmt: skip

@@ -1,0 +1,97 @@
+"""Run as a script: compiles this package's kernels for an architecture without a GPU and prints what came of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+from gem_precision.kernels.quantize import TILES, _meta
+from gem_precision.kernels.quantize_kernels import norm_quantize_kernel, quantize_kernel
+from gem_precision.kernels.scaled_gemm import TILES as GEMM_TILES
+from gem_precision.kernels.scaled_gemm_kernel import scaled_gemm_kernel
+from gem_precision.policy import Operand
+
+
+def built(kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, Any], num_warps: int, num_stages: int = 3) -> dict[str, Any]:
+    signature = types | dict.fromkeys(constexprs, "constexpr")
+    attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t not in ("fp32",)}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    ptx = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", arch, 32), options=options).asm[
+        "ptx"
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", str(source), "-o", str(Path(folder, "cubin"))]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return {
+        "mma": sorted(set(re.findall(r"(?:wgmma\.mma\S*|tcgen05\.mma\S*|mma\.sync\S*)", ptx))),
+        "converts": sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", ptx))),
+        "spills": max((int(n) for n in re.findall(r"(\d+) bytes spill stores", log)), default=0),
+        "wide_loads": len(re.findall(r"ld\.global\.v[24]", ptx)),
+    }
+
+
+QUANTIZE = {"x": "*bf16", "y_out": "*bf16", "row_data": "*u8", "row_scales": "*u8", "col_data": "*u8", "col_scales": "*u8", "seeds": "*i32"}
+NORM = {"x": "*bf16", "weight": "*fp32", "bias": "*fp32"} | {k: v for k, v in QUANTIZE.items() if k != "x"}
+SIZES = {"R": "i32", "C": "i32", "stride": "i32"}
+
+
+def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) -> dict[str, Any]:
+    meta = _meta(operand)
+    return meta | {
+        "ROWS": rows, "COLS": cols, "SQUARE": operand.block[0] != 1, "STOCHASTIC_ROWS": stochastic, "STOCHASTIC_COLS": stochastic,
+        "SWIZZLE": operand.format == "mx" and operand.block[0] == 1,
+    }  # fmt: skip
+
+
+def main(arch: int) -> None:
+    scales = {"row_scales": "*fp32", "col_scales": "*fp32"}
+    gemm = GEMM_TILES["block_scaled" if arch >= 100 else "decoded"]
+    found = {
+        "scaled_gemm": built(
+            scaled_gemm_kernel,
+            arch,
+            {"a": "*fp8e4nv", "a_scales": "*u8", "b": "*fp8e4nv", "b_scales": "*u8", "out": "*bf16", "M": "i32", "N": "i32", "K": "i32"},
+            {"A_FORMAT": "e4m3", "B_FORMAT": "e4m3"} | {k: v for k, v in gemm.items() if k.isupper()},
+            gemm["num_warps"],
+            gemm["num_stages"],
+        )
+    }
+    for name, operand, tile, rows, cols, stochastic in (
+        ("mx_rows", Operand(), "mx", True, False, False),
+        ("mx_both", Operand(), "mx_both", True, True, False),
+        ("mx_both_stochastic", Operand(rounding="stochastic"), "mx_both", True, True, True),
+        ("mx_squares", Operand(block=(32, 32)), "mx_both", True, True, False),
+        ("fp8_rows", Operand("fp8", block=(1, 128)), "fp8", True, False, False),
+        ("fp8_both", Operand("fp8", block=(1, 128)), "fp8_both", True, True, False),
+        ("fp8_squares", Operand("fp8", block=(128, 128)), "fp8_both", True, True, False),
+    ):
+        if arch >= 100 and name not in ("mx_rows", "mx_both"):
+            continue
+        types = QUANTIZE | (scales if operand.format == "fp8" else {}) | SIZES
+        t = TILES[tile]
+        sizes = {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
+        common = flags(operand, rows, cols, stochastic) | sizes
+        found[name] = built(quantize_kernel, arch, types, {"ACT": 2, "WRITE_Y": False} | common, t["num_warps"])
+        if name in ("mx_both", "fp8_both"):
+            t = TILES[f"norm_{operand.format}"]
+            common |= {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
+            types = NORM | (scales if operand.format == "fp8" else {}) | SIZES | {"eps": "fp32"}
+            constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "QUANTIZE": True} | common
+            found[f"norm_{name}"] = built(norm_quantize_kernel, arch, types, constexprs, t["num_warps"])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

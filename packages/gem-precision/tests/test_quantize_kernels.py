@@ -1,0 +1,230 @@
+"""The Triton kernels against the codec, bit for bit, in the interpreter (on a GPU: on the GPU)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gem_core.errors import OpError
+from gem_precision.formats import quantize_fp8, quantize_mx, rank_generator, swizzle_scales
+from gem_precision.gemm import gemm
+from gem_precision.kernels import interpreting
+from gem_precision.kernels.quantize import norm_quantize, quantize_matrix
+from gem_precision.kernels.scaled_gemm import scaled_gemm
+from gem_precision.policy import Operand
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs a GPU or TRITON_INTERPRET=1")
+SHAPES = [(64, 128), (33, 70), (1, 32), (130, 5), (96, 257)]
+
+
+def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Many magnitudes, exact zeros, denormals, and a NaN and an Inf where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-40, 40, shape, generator=generator).float())
+    x[torch.rand(shape, generator=generator) < 0.1] = 0
+    x[0] *= 2.0**-110
+    if shape[0] > 40:
+        x[40, 3], x[2, -1] = math.nan, -math.inf
+    x = x.to(dtype)
+    if DEVICE == "cpu" and dtype == torch.bfloat16:
+        # the interpreter turns bf16 denormals into wrong fp32 numbers; fp32 inputs test them
+        x[x.abs() < 2.0**-126] = 0
+    return x.to(DEVICE)
+
+
+def assert_same(got, wanted) -> None:
+    assert torch.equal(got.data.contiguous().view(torch.uint8).cpu(), wanted.data.contiguous().view(torch.uint8).cpu())
+    a, b = got.scales.contiguous(), wanted.scales.contiguous()
+    if a.dtype == torch.float32:
+        assert torch.equal(a.isnan(), b.isnan())
+        a, b = a.nan_to_num(), b.nan_to_num()
+    assert torch.equal(a.cpu(), b.cpu())
+    assert got.block == wanted.block
+    assert got.elem == wanted.elem
+
+
+def codec(x: torch.Tensor, operand: Operand, along: int, generator: torch.Generator | None = None):
+    block = operand.block if along == 1 else operand.block[::-1]
+    if operand.format == "fp8":
+        q = quantize_fp8(x, elem=operand.elem, block=block)
+    else:
+        q = quantize_mx(x, elem=operand.elem, block=block, scale_rule=operand.scale_rule, rounding=operand.rounding, generator=generator)
+    return q if along == 1 else q.transpose()
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor", "ceil", "even"])
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
+def test_mx_both_directions_in_one_read(elem, rule):
+    operand = Operand(elem=elem, scale_rule=rule)
+    for shape in SHAPES:
+        x = numbers(shape)
+        got = quantize_matrix(x, operand, operand)
+        assert_same(got.rows, codec(x, operand, 1))
+        assert_same(got.columns, codec(x, operand, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_and_single_directions(dtype):
+    operand = Operand()
+    x = numbers((70, 130), dtype)
+    assert_same(quantize_matrix(x, operand).rows, codec(x, operand, 1))
+    assert_same(quantize_matrix(x, None, operand).columns, codec(x, operand, 0))
+    strided = numbers((70, 260), dtype)[:, :130]
+    assert_same(quantize_matrix(strided, operand).rows, codec(strided, operand, 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_squares_serve_both_directions(shape):
+    operand = Operand(block=(32, 32))
+    x = numbers(shape)
+    got = quantize_matrix(x, operand, operand)
+    assert_same(got.rows, codec(x, operand, 1))
+    assert_same(got.columns, codec(x, operand, 0))
+
+
+@pytest.mark.parametrize("elem", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
+def test_stochastic_rounding_takes_the_same_bits(elem, block):
+    operand = Operand(elem=elem, block=block, rounding="stochastic")
+    x = numbers((70, 130))
+    got = quantize_matrix(x, operand, operand, generator=rank_generator(3, 1))
+    generator = rank_generator(3, 1)
+    assert_same(got.rows, codec(x, operand, 1, generator))
+    if block == (1, 32):
+        assert_same(got.columns, codec(x, operand, 0, generator))
+    else:
+        assert torch.equal(got.columns.data.view(torch.uint8), got.rows.data.view(torch.uint8).t())
+    assert not torch.equal(got.rows.data.view(torch.uint8), codec(x, Operand(elem=elem, block=block), 1).data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (70, 300), (1, 128), (257, 129)])
+def test_fp8_blocks(shape):
+    x = numbers(shape)
+    strip, square = Operand("fp8", block=(1, 128)), Operand("fp8", block=(128, 128))
+    both = quantize_matrix(x, strip, strip)
+    assert_same(both.rows, codec(x, strip, 1))
+    assert_same(both.columns, codec(x, strip, 0))
+    squares = quantize_matrix(x, square, square)
+    assert_same(squares.rows, codec(x, square, 1))
+    assert_same(squares.columns, codec(x, square, 0))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (70, 300), (130, 33)])
+def test_scales_in_tiles(shape):
+    x, operand = numbers(shape), Operand()
+    got = quantize_matrix(x, operand, operand, swizzle=True)
+    assert torch.equal(got.rows.scales, swizzle_scales(codec(x, operand, 1).scales))
+    assert torch.equal(got.columns.scales, swizzle_scales(codec(x, operand, 0).scales.contiguous()))
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "silu", "relu_square"])
+def test_activation_fused_equals_the_pair(act):
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(70, 130, generator=generator) * 3).to(torch.bfloat16).to(DEVICE)
+    operand = Operand()
+    fused = quantize_matrix(x, operand, operand, act=act, write_y=True)
+    assert_same(fused.rows, codec(fused.y, operand, 1))
+    assert_same(fused.columns, codec(fused.y, operand, 0))
+    wide = x.float()
+    wanted = {
+        "relu": torch.relu(wide),
+        "gelu": torch.nn.functional.gelu(wide),
+        "silu": torch.nn.functional.silu(wide),
+        "relu_square": torch.relu(wide).square(),
+    }[act]
+    # one bf16 ulp: both round an fp32 value that may differ in its last bits
+    torch.testing.assert_close(fused.y.float(), wanted, rtol=2**-7, atol=1e-6)
+    # without writing y the codes are the same
+    assert_same(quantize_matrix(x, operand, operand, act=act).rows, fused.rows)
+
+
+@pytest.mark.parametrize("operand", [Operand(), Operand("fp8", block=(1, 128)), Operand(block=(32, 32))], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("shape", [(40, 256), (129, 100)])
+def test_norm_fused_equals_the_pair(kind, operand, shape):
+    generator = torch.Generator().manual_seed(2)
+    x = (torch.randn(shape, generator=generator) * 2 + 0.5).to(torch.bfloat16).to(DEVICE)
+    weight = torch.rand(shape[1], generator=generator).to(DEVICE) + 0.5
+    bias = torch.randn(shape[1], generator=generator).to(DEVICE) if kind == "layer" else None
+    fused = norm_quantize(x, operand, operand, kind=kind, weight=weight, bias=bias)
+    alone = norm_quantize(x, kind=kind, weight=weight, bias=bias)
+    assert torch.equal(fused.y, alone.y)
+    assert_same(fused.rows, codec(alone.y, operand, 1))
+    assert_same(fused.columns, codec(alone.y, operand, 0))
+    wide = x.float()
+    if kind == "layer":
+        wanted = torch.nn.functional.layer_norm(wide, shape[1:], weight, bias, 1e-6)
+    else:
+        wanted = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6) * weight
+    torch.testing.assert_close(fused.y.float(), wanted, rtol=2**-7, atol=1e-6)
+
+
+def test_nothing_is_left_unwritten(monkeypatch):
+    """Outputs begin as garbage; equality with the codec above then covers every byte. Here: that the poison would be seen."""
+    real = torch.Tensor.new_empty
+
+    def poisoned(self, *args, **kwargs):
+        t = real(self, *args, **kwargs)
+        t.view(torch.uint8).fill_(0xAB)
+        return t
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    operand, x = Operand(), numbers((65, 100))
+    got = quantize_matrix(x, operand, operand)
+    assert_same(got.rows, codec(x, operand, 1))
+    assert_same(got.columns, codec(x, operand, 0))
+
+
+def test_empty_matrices():
+    operand = Operand()
+    for shape in ((0, 64), (64, 0)):
+        got = quantize_matrix(torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16), operand, operand)
+        assert got.rows.shape == shape
+        assert got.columns.shape == shape[::-1]
+
+
+def test_refusals():
+    x = torch.zeros(32, 32, device=DEVICE)
+    with pytest.raises(OpError, match="neither"):
+        quantize_matrix(x)
+    with pytest.raises(OpError, match="cannot serve"):
+        quantize_matrix(x, Operand(), Operand(elem="e5m2"))
+    with pytest.raises(OpError, match="two passes"):
+        quantize_matrix(x, Operand("fp8", block=(1, 0)))
+    with pytest.raises(OpError, match="tanh"):
+        quantize_matrix(x, Operand(), act="tanh")
+    with pytest.raises(OpError, match="tiles"):
+        quantize_matrix(x, Operand(block=(32, 32)), swizzle=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: the interpreter has no dot_scaled")
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 128), (70, 40, 96), (1, 5, 33)])
+@pytest.mark.parametrize("weights", [(1, 32), (32, 32)])
+def test_scaled_gemm_equals_the_emulation(m, n, k, weights):
+    generator = torch.Generator().manual_seed(m)
+    a = quantize_mx(torch.randn(m, k, generator=generator).to(DEVICE))
+    b = quantize_mx(torch.randn(n, k, generator=generator).to(DEVICE), block=weights)
+    got, wanted = scaled_gemm(a, b, torch.float32), gemm(a, b, torch.float32, "emulated")
+    # exact products, fp32 sums in another order
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_more_than_two_to_the_31_elements():
+    """A matrix of 2^31 + 2^20 bf16 elements: the last rows are what they are alone, both ways."""
+    operand, columns = Operand(), 4096
+    rows = (1 << 31) // columns + 256
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    x[-256:] = torch.randn(256, columns, device=DEVICE)
+    got = quantize_matrix(x, operand, operand)
+    assert_same(type(got.rows)(got.rows.data[-256:], got.rows.scales[-256:], "e4m3", (1, 32)), codec(x[-256:], operand, 1))
+    tail = codec(x[-256:], operand, 0)
+    assert torch.equal(got.columns.data[:, -256:].contiguous().view(torch.uint8), tail.data.contiguous().view(torch.uint8))
+    assert torch.equal(got.columns.scales[:, -8:], tail.scales)

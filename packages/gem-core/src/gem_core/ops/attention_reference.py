@@ -34,7 +34,7 @@ def supports(problem: Problem) -> Supported:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class Sample:
     """Rows of one sample: ``q`` of Q, ``out`` of the result, ``k`` of K and V (the history under sharing), ``own`` of target_kv."""
 
     q: slice
@@ -51,8 +51,8 @@ class _Sample:
         return self.own.stop > self.own.start
 
 
-class _Inputs:
-    """The tensors of a call, by name, and its samples."""
+class Inputs:
+    """The tensors of a call, by name, and its samples. Implementations in other arithmetic derive from it (`queries`, `keys`)."""
 
     def __init__(self, problem: Problem, tensors: Saved) -> None:
         self.problem = problem
@@ -60,7 +60,7 @@ class _Inputs:
         self.dtype = compute_dtype(self.t["q"].dtype)
         self.groups = problem.dim("H") // problem.dim("Hkv")
 
-    def samples(self) -> Iterator[_Sample]:
+    def samples(self) -> Iterator[Sample]:
         t = self.t
         k_bounds = t["k_offsets"].tolist()
         request = range(len(k_bounds) - 1) if t["kv_index"] is None else t["kv_index"].tolist()
@@ -71,26 +71,30 @@ class _Inputs:
         for b, r in enumerate(request):
             k = slice(k_bounds[r], k_bounds[r + 1])
             if bounds is None:
-                yield _Sample(slice(0, rows), slice(b * rows, (b + 1) * rows), k, slice(0, 0), rows, k.stop - k.start, 0, None)
+                yield Sample(slice(0, rows), slice(b * rows, (b + 1) * rows), k, slice(0, 0), rows, k.stop - k.start, 0, None)
                 continue
             q = slice(bounds[b], bounds[b + 1])
             n = 0 if targets is None else targets[b]
             own = slice(q.stop - n, q.stop) if t["target_k"] is not None else slice(0, 0)
             lk = k.stop - k.start + (own.stop - own.start)
-            yield _Sample(q, q, k, own, q.stop - q.start, lk, n, None if context is None else context[b])
+            yield Sample(q, q, k, own, q.stop - q.start, lk, n, None if context is None else context[b])
 
-    def keys(self, s: _Sample, name: str) -> Tensor:
+    def queries(self, s: Sample) -> Tensor:
+        """``[H, Lq, D]``"""
+        return self.t["q"][s.q].to(self.dtype).transpose(0, 1)
+
+    def keys(self, s: Sample, name: str) -> Tensor:
         """``[H, Lk, D]`` of "k" or "v": the sample's or its request's rows, then its own candidates' under sharing."""
         rows = self.t[name][s.k]
         if s.shared:
             rows = torch.cat([rows, self.t[f"target_{name}"][s.own]])
         return rows.to(self.dtype).transpose(0, 1).repeat_interleave(self.groups, dim=0)
 
-    def visible(self, s: _Sample) -> Tensor:
+    def visible(self, s: Sample) -> Tensor:
         causal, window = self.problem.option("causal", False), self.problem.option("window")
         return masks.visible(s.lq, s.lk, t=s.t, c=s.c, causal=causal, window=window, device=self.t["q"].device)
 
-    def bias_rows(self, s: _Sample) -> tuple[Tensor, Tensor | None]:
+    def bias_rows(self, s: Sample) -> tuple[Tensor, Tensor | None]:
         """``[Lq, Lk]`` columns of the position table and of the time table."""
         radius = (self.t["bias_position"].shape[1] - 1) // 2
         p, k = masks.positions(s.lq, s.lk, s.t, self.t["q"].device)
@@ -103,10 +107,9 @@ class _Inputs:
         gap = (q_times[:, None] - k_times[None, :]).abs()
         return by_position, torch.bucketize(gap, self.t["bias_time_edges"], right=True)
 
-    def scores(self, s: _Sample, scale: float) -> Tensor:
+    def scores(self, s: Sample, scale: float) -> Tensor:
         """``[H, Lq, Lk]``: scaled product plus bias."""
-        q = self.t["q"][s.q].to(self.dtype).transpose(0, 1)
-        scores = scale * (q @ self.keys(s, "k").transpose(1, 2))
+        scores = scale * (self.queries(s) @ self.keys(s, "k").transpose(1, 2))
         if self.t["bias_position"] is not None:
             by_position, by_time = self.bias_rows(s)
             scores = scores + self.t["bias_position"].to(self.dtype)[:, by_position]
@@ -124,18 +127,18 @@ class _Inputs:
         return offsets.numel() - 1 if index is None else index.numel()
 
 
-class _Gradients:
+class Gradients:
     """Accumulators of the gradients in the compute dtype, shaped like the inputs."""
 
-    def __init__(self, inputs: _Inputs) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         present = {n: inputs.t[n] for n in GDPA.differentiable if inputs.t[n] is not None}
         self.grad = {n: torch.zeros(x.shape, dtype=inputs.dtype, device=x.device) for n, x in present.items()}
 
-    def add(self, s: _Sample, dscores: Tensor, dv: Tensor, scale: float) -> None:
+    def add(self, s: Sample, dscores: Tensor, dv: Tensor, scale: float) -> None:
         """``dscores [H, Lq, Lk]`` is the gradient of the biased score, ``dv [H, Lk, Dv]`` that of the sample's values."""
         inputs = self.inputs
-        q = inputs.t["q"][s.q].to(inputs.dtype).transpose(0, 1)
+        q = inputs.queries(s)
         self.grad["q"][s.q] += (scale * (dscores @ inputs.keys(s, "k"))).transpose(0, 1)
         self._add_keys(s, "k", scale * (dscores.transpose(1, 2) @ q))
         self._add_keys(s, "v", dv)
@@ -145,7 +148,7 @@ class _Gradients:
             if by_time is not None:
                 self.grad["bias_time"].index_add_(1, by_time.flatten(), dscores.flatten(1))
 
-    def _add_keys(self, s: _Sample, name: str, grad: Tensor) -> None:
+    def _add_keys(self, s: Sample, name: str, grad: Tensor) -> None:
         """``grad [H, Lk, D]``; heads of one group share a key."""
         rows = grad.unflatten(0, (-1, self.inputs.groups)).sum(1).transpose(0, 1)
         length = s.k.stop - s.k.start
@@ -158,7 +161,7 @@ class _Gradients:
         return tuple(self.grad[n].to(t[n].dtype) if need and n in self.grad else None for n, need in zip(GDPA.differentiable, needs))
 
 
-def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities ``[H, Lq, Lk]`` and log-sum-exp ``[H, Lq]``; a row that sees no key has 0 and −inf."""
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=2)
@@ -166,22 +169,22 @@ def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jagged_attention_forward(problem: Problem, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor], Saved]:
-    inputs = _Inputs(problem, tensors)
+    inputs = Inputs(problem, tensors)
     q, v = inputs.t["q"], inputs.t["v"]
     out = q.new_zeros(inputs.out_rows(), q.shape[1], v.shape[2])
     lse = torch.full((q.shape[1], out.shape[0]), -torch.inf, dtype=inputs.dtype, device=q.device)
     for s in inputs.samples():
-        probabilities, sample_lse = _softmax(inputs.scores(s, problem.option("scale")), inputs.visible(s))
+        probabilities, sample_lse = softmax(inputs.scores(s, problem.option("scale")), inputs.visible(s))
         out[s.out] = (problem.option("out_scale") * (probabilities @ inputs.keys(s, "v"))).transpose(0, 1).to(q.dtype)
         lse[:, s.out] = sample_lse
     return (out, lse), (*tensors, out, lse)
 
 
 def jagged_attention_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:
-    inputs = _Inputs(problem, saved[: len(GDPA.tensors)])
-    gradients = _Gradients(inputs)
+    inputs = Inputs(problem, saved[: len(GDPA.tensors)])
+    gradients = Gradients(inputs)
     for s in inputs.samples():
-        probabilities, _ = _softmax(inputs.scores(s, problem.option("scale")), inputs.visible(s))
+        probabilities, _ = softmax(inputs.scores(s, problem.option("scale")), inputs.visible(s))
         d = problem.option("out_scale") * dout[s.out].to(inputs.dtype).transpose(0, 1)
         dp = d @ inputs.keys(s, "v").transpose(1, 2)
         dscores = probabilities * (dp - (probabilities * dp).sum(2, keepdim=True))
@@ -190,28 +193,28 @@ def jagged_attention_backward(problem: Problem, saved: Saved, dout: Tensor, need
 
 
 def gdpa_forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Saved]:
-    inputs = _Inputs(problem, tensors)
+    inputs = Inputs(problem, tensors)
     q, v = inputs.t["q"], inputs.t["v"]
     out = q.new_zeros(inputs.out_rows(), q.shape[1], v.shape[2])
     for s in inputs.samples():
-        weights = _weights(problem, inputs.scores(s, problem.option("scale_in")), activations.act, inputs.visible(s))
+        weights = pointwise(problem, inputs.scores(s, problem.option("scale_in")), activations.act, inputs.visible(s))
         out[s.out] = (weights @ inputs.keys(s, "v")).transpose(0, 1).to(q.dtype)
     return out, tensors
 
 
 def gdpa_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:
-    inputs = _Inputs(problem, saved)
-    gradients = _Gradients(inputs)
+    inputs = Inputs(problem, saved)
+    gradients = Gradients(inputs)
     for s in inputs.samples():
         scores, visible = inputs.scores(s, problem.option("scale_in")), inputs.visible(s)
         d = dout[s.out].to(inputs.dtype).transpose(0, 1)
-        dv = _weights(problem, scores, activations.act, visible).transpose(1, 2) @ d
-        slope = _weights(problem, scores, activations.act_grad, visible)
+        dv = pointwise(problem, scores, activations.act, visible).transpose(1, 2) @ d
+        slope = pointwise(problem, scores, activations.act_grad, visible)
         gradients.add(s, slope * (d @ inputs.keys(s, "v").transpose(1, 2)), dv, problem.option("scale_in"))
     return gradients.result(needs)
 
 
-def _weights(problem: Problem, scores: Tensor, fn, visible: Tensor) -> Tensor:
+def pointwise(problem: Problem, scores: Tensor, fn, visible: Tensor) -> Tensor:
     """``scale_out · fn(scores)`` with each head's activation, 0 where not visible."""
     names = activations.per_head(problem.option("activation"), scores.shape[0])
     values = torch.stack([fn(name, scores[h]) for h, name in enumerate(names)])

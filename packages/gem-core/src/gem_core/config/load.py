@@ -84,6 +84,8 @@ def resolve(config: Config) -> ResolvedConfig:
     """
     model, source, recipe = model_config(config), source_config(config), recipe_config(config)
     dense, sparse, callbacks = dense_config(config), sparse_config(config), callback_configs(config)
+    for metric in config.eval.metrics:
+        manager().find("metric", metric)
     tables = {section: _other_tables(config, section) for section in SECTION_PLUGINS}
     tables["data"][config.data.source] = source
     tables["precision"][config.precision.recipe] = recipe

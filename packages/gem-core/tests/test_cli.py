@@ -210,8 +210,9 @@ def test_withdrawing_takes_back_commands_and_groups():
     assert [c.name for c in groups.group("data").registered_commands] == ["keep"]
 
 
-def test_start_up_is_light():
+def test_start_up_is_light(monkeypatch: pytest.MonkeyPatch):
     """Help loads every installed plug-in's commands, and yet neither torch nor anything built on it."""
+    monkeypatch.delenv("GEM_PLUGINS")
     code = (
         "import sys; from gem_core.cli import main; main(['--help']);"
         "print([m for m in ('torch', 'triton', 'torchrec', 'numpy', 'pyarrow') if m in sys.modules], file=sys.stderr)"

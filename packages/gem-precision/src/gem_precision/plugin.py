@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from gem_core.hookspecs import RecipeSpec, hookimpl
+from gem_core.hookspecs import KernelSpec, RecipeSpec, hookimpl
 
 
 class Plugin:
     """Hooks of gem-precision."""
 
     gem_api = 1
+
+    @hookimpl
+    def gem_kernels(self) -> list[KernelSpec]:
+        from gem_precision import attention
+
+        return attention.specs()
 
     @hookimpl
     def gem_recipes(self) -> list[RecipeSpec]:

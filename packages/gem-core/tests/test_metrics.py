@@ -237,6 +237,13 @@ def test_a_non_finite_prediction_makes_the_task_undefined_and_says_how_many():
     assert results["cvr"]["auc"].value == 1.0
 
 
+def test_a_task_without_label_or_prediction_is_named():
+    with pytest.raises(DataError, match="'like' has no label"):
+        metric_set("auc", tasks=("ctr", "like")).update(batch([[1.0, 1.0]]), torch.zeros(1, 2), ("ctr", "like"))
+    with pytest.raises(DataError, match="'cvr' has no prediction"):
+        metric_set("auc").update(batch([[1.0, 1.0]]), torch.zeros(1, 1), ("ctr",))
+
+
 def test_merge_adds_other_ranks():
     parts = [batch([[1.0, 1.0], [0.0, 0.0]], user=[1, 1]), batch([[0.0, 1.0], [1.0, 0.0]], user=[2, 2])]
     logits = [torch.tensor([[0.1, 0.2], [0.4, 0.3]]), torch.tensor([[0.2, 0.5], [0.3, 0.1]])]

@@ -36,6 +36,13 @@ class MetricSet:
         """Add a batch (CPU tensors) and its ``logits [B, T]`` (CPU) in the order of ``tasks``."""
         if batch.labels is None:
             raise DataError("the evaluation data has no labels", fix="declare them in [features.labels]")
+        missing = [task for task in self.metrics if task not in batch.label_names or task not in tasks]
+        if missing:
+            raise DataError(
+                f"the task {missing[0]!r} has no {'label' if missing[0] not in batch.label_names else 'prediction'}",
+                where=f"features.labels.{missing[0]}",
+                fix=f"the data has the labels {', '.join(batch.label_names)}; the model predicts {', '.join(tasks)}",
+            )
         self.samples += batch.size
         group = None if self.group is None else group_key(batch, self.group)
         labels, weights = batch.labels.double(), batch.weights

@@ -29,10 +29,12 @@ from gem_core.config import ResolvedConfig, config_from_dict, dense_config, mode
 from gem_core.model.loss import batch_total
 from gem_core.testing.models import random_batch, sample_features, take
 from gem_core.train.build import build_parts
+from gem_core.train.contract import Callback, RunInfo
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
 from gem_core.train.runtime import Runtime
 from gem_core.train.step import Outcomes, TrainStep
+from gem_core.train.trainer import Trainer
 
 Worker = Callable[[int, int, Any], Any]
 
@@ -78,6 +80,26 @@ def _enter(rank: int, world: int, port: int, worker: Worker, argument: Any, fold
     except BaseException:
         (Path(folder) / f"fault-{rank}.txt").write_text(traceback.format_exc())
         raise
+
+
+def run_training(rank: int, world: int, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Worker for `run_processes`: ``gem_core.train`` of ``task["config"]`` in ``task["run_dir"]``; how it ended, without its files.
+
+    ``task["stop_at"]``, if given, is the step during which rank 0 alone receives a stop signal.
+    """
+    trainer = Trainer(config_from_dict(task["config"]), run_dir=task["run_dir"], resume=task.get("resume", False), quiet=True)
+    trainer.given_callbacks = [_StopAt(trainer, task["stop_at"])] if rank == 0 and "stop_at" in task else []
+    result = trainer.run()
+    return {"status": result.status, "steps": result.steps, "samples": result.samples, "tasks": result.tasks}
+
+
+class _StopAt(Callback):
+    def __init__(self, trainer: Trainer, step: int) -> None:
+        self.trainer, self.step = trainer, step
+
+    def on_step(self, run: RunInfo, record: Mapping[str, Any] | None) -> None:
+        if run.step == self.step - 1:
+            self.trainer.stop.requested = "SIGTERM"
 
 
 def batches_of(features: Any, step: int, sizes: tuple[int, ...]) -> list[Any]:

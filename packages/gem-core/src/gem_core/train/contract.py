@@ -88,7 +88,7 @@ class RunResult:
     """How a run ended.
 
     ``status``: "finished" (all steps), "early_stopped" or "interrupted" (a signal; resume continues). ``tasks``: task -> metric -> value,
-    None where undefined. ``summary`` is the content of summary.json.
+    None where undefined. ``summary`` is the content of summary.json. ``main`` is true in the process of rank 0.
     """
 
     directory: Path
@@ -97,3 +97,4 @@ class RunResult:
     samples: int
     tasks: Mapping[str, Mapping[str, float | None]]
     summary: Mapping[str, Any]
+    main: bool = True

@@ -29,6 +29,17 @@ def metric_builders(config: Eval) -> dict[str, Callable[[], Metric]]:
     return {name: (lambda spec=spec: spec.build(config)) for name, spec in specs.items()}
 
 
+def rehearse(source: Source, config: Eval, tasks: tuple[str, ...]) -> None:
+    """Evaluate the first batch with made-up predictions, so that what an evaluation would refuse is refused before hours of training.
+
+    :raises DataError: no batch, no labels, no group key.
+    """
+    metrics = MetricSet(tasks, metric_builders(config), config.group)
+    first = next(iter(Feed(source, torch.device("cpu"))))
+    metrics.update(first.host, torch.zeros(first.host.size, len(tasks)), tasks)
+    metrics.compute()
+
+
 @torch.no_grad()
 def evaluate(
     module: nn.Module | Callable[..., Any], model: nn.Module, source: Source, config: Eval, tasks: tuple[str, ...], runtime: Runtime

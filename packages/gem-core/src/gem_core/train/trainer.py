@@ -19,7 +19,7 @@ from gem_core.plugins import manager
 from gem_core.train import state
 from gem_core.train.build import build_parts, build_source, flops_of, task_names, total_steps
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
-from gem_core.train.evaluate import Best, evaluate
+from gem_core.train.evaluate import Best, evaluate, rehearse
 from gem_core.train.feed import Fed, Feed
 from gem_core.train.logs import JsonLines, Progress, TensorBoard
 from gem_core.train.measure import Meter, peak, peak_memory
@@ -85,6 +85,7 @@ class Trainer:
         if continues:
             self.folder.check_config(self.config)
         source = build_source(self.resolved, "train", rt)
+        rehearse(build_source(self.resolved, "eval", rt), self.config.eval, self.tasks)
         self.parts = build_parts(self.resolved, rt)
         self.total = total_steps(self.config, source)
         schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
@@ -351,7 +352,7 @@ class Trainer:
         if self.runtime.main:
             self.folder.write_json(self.folder.summary, summary)
         self._each("on_end", summary)
-        return RunResult(self.folder.path, status, self.info.step, self.info.samples, summary["tasks"], summary)
+        return RunResult(self.folder.path, status, self.info.step, self.info.samples, summary["tasks"], summary, self.runtime.main)
 
     # Helpers
 

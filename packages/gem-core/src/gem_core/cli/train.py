@@ -1,0 +1,83 @@
+"""``gemrec train``: run a configuration, or the quick start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gem_core.cli.groups import CommandGroups
+
+if TYPE_CHECKING:
+    from gem_core.train.contract import RunResult
+
+Config = Annotated[Path | None, typer.Argument(help="TOML file; none: the quick start, on a generated log.", show_default=False)]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.steps=100.")]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="The run folder; otherwise run.dir/run.name.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in the run folder, if there is one.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what the run folder holds.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result only.")]
+
+
+def register(app: CommandGroups) -> None:
+    app.command()(train)
+
+
+def train(
+    config: Config = None,
+    overrides: Set = None,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model and evaluate it; everything about the run is in its folder afterwards.
+
+    SIGINT or SIGTERM ends it after the current step with a checkpoint. On several processes: torchrun --no-python --nproc-per-node 4
+    gemrec train my.toml
+
+    Example: gemrec train my.toml --set train.steps=2000 --run-dir runs/mine
+    """
+    import gem_core.train
+    from gem_core.config import load_config
+    from gem_core.train.offline import run_config
+
+    if config is None and resume and run_dir is not None and run_dir.is_dir():
+        loaded = run_config(run_dir, overrides or ())
+    else:
+        loaded = load_config(gem_core.train.quickstart_path() if config is None else config, overrides or ())
+    result = gem_core.train(loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, quiet=quiet)
+    if result.main:
+        print("\n".join(report(result)))
+
+
+def report(result: RunResult) -> list[str]:
+    """The lines that end a run: a task each, the model's NE beside the Bayes-optimal one where that is known."""
+    s = result.summary
+    seconds = int(s["wall_s"])
+    clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    lines = [f"{result.status.replace('_', ' ')} after {result.steps:,} steps, {result.samples:,} samples, {clock}: {result.directory}"]
+    lines += [f"{task}: {task_text(metrics, s['undefined'].get(task, {}))}" for task, metrics in result.tasks.items()]
+    if result.status == "interrupted":
+        lines.append(f"continue with: gemrec train --resume --run-dir {result.directory}")
+    return lines
+
+
+def task_text(metrics: Mapping[str, float | None], undefined: Mapping[str, str]) -> str:
+    """Values of one task in one line, with the share of the explainable gain ``(1 - NE) / (1 - Bayes NE)`` and why values are missing."""
+    ne, bayes = metrics.get("ne"), metrics.get("bayes_ne")
+    parts = []
+    if ne is not None:
+        text = f"NE {ne:.4f}"
+        if bayes is not None:
+            text += f" (Bayes {bayes:.4f}: {(1 - ne) / (1 - bayes):.0%} of the explainable gain)"
+        parts.append(text)
+    parts += [f"{name} {value:.4f}" for name, value in metrics.items() if value is not None and name not in ("ne", "bayes_ne")]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in undefined.items():
+        if name != "bayes_ne":
+            reasons.setdefault(reason, []).append(name)
+    parts += [f"{', '.join(names)} undefined: {reason}" for reason, names in reasons.items()]
+    return "  ".join(parts) or "not evaluated"

@@ -1,0 +1,55 @@
+"""Evaluating a finished run: the model of a run folder's checkpoint on a split or on other data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gem_core.config import Config, load_config, resolve
+from gem_core.errors import CheckpointError
+from gem_core.ops import use_policy
+from gem_core.train.build import build_parts, build_source, task_names
+from gem_core.train.contract import Results
+from gem_core.train.evaluate import evaluate
+from gem_core.train.runfolder import RunFolder
+from gem_core.train.runtime import runtime
+from gem_core.train.state import load_parameters
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of one checkpoint on one split; ``main`` is true in the process that should print them."""
+
+    step: int
+    samples: int
+    results: Results
+    main: bool
+
+
+def run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """The configuration of a run folder.
+
+    :raises CheckpointError: it is no run folder.
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise CheckpointError("this is no run folder: it has no config.toml", where=str(path), fix="give a folder that gemrec train made")
+    return load_config(folder.config, list(overrides))
+
+
+def evaluate_run(path: str | Path, *, split: str = "eval", overrides: Iterable[str] = (), step: int | None = None) -> Evaluation:
+    """Evaluate the newest checkpoint of the run in ``path``, or that of ``step``, on ``split``.
+
+    :param overrides: ``KEY=VALUE`` on the run's configuration: other data, another device, further metrics.
+    :raises CheckpointError: no run folder, no usable checkpoint, or one that does not fit the overridden configuration.
+    """
+    resolved = resolve(run_config(Path(path), overrides))
+    config, store = resolved.config, RunFolder(Path(path)).checkpoints
+    with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
+        checkpoint = store.latest()[0] if step is None else store.load(step)
+        parts = build_parts(resolved, rt, trains=False)
+        load_parameters(parts, checkpoint)
+        source = build_source(resolved, split, rt)
+        results, samples = evaluate(parts.module, parts.model, source, config.eval, task_names(config.features), rt)
+        return Evaluation(checkpoint.step, samples, results, rt.main)

@@ -1,0 +1,142 @@
+"""``gemrec train`` and ``gemrec eval`` as a user types them, on the built-in source and model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gem_core.cli import main
+
+TINY = """
+[run]
+device = "cpu"
+seed = 1
+
+[data]
+batch_size = 64
+
+[data.synthetic]
+rows = 2000
+eval_rows = 600
+test_rows = 300
+users = 200
+length = { law = "lognormal", mean = 5.0, max = 40 }
+
+[model]
+name = "din"
+
+[train]
+steps = 12
+log_every = 4
+tensorboard = false
+
+[eval]
+group = "user_id"
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def run(*words):
+    return main([str(w) for w in words])
+
+
+def test_train_eval_and_resume(config, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert run("train", config, "--run-dir", folder) == 0
+    out = capsys.readouterr().out
+    assert "step 4/12  loss" in out
+    assert "finished after 12 steps, 768 samples" in out
+    assert "of the explainable gain" in out
+    summary = json.loads((folder / "summary.json").read_text())
+
+    assert run("eval", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["samples"] == 600
+    assert found["step"] == 12
+    assert found["tasks"]["ctr"] == pytest.approx(summary["tasks"]["ctr"])
+
+    assert run("eval", folder, "--split", "test", "--set", 'eval.metrics=["auc", "ece"]') == 0
+    out = capsys.readouterr().out
+    assert "300 samples" in out
+    assert "ece" in out
+    assert "gauc" not in out
+
+    assert run("train", config, "--run-dir", folder) == 2
+    assert "--resume continues it" in capsys.readouterr().err
+    assert run("train", "--resume", "--run-dir", folder, "--set", "train.steps=16", "--quiet") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("finished after 16 steps")
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [4, 8, 12, 16]
+    assert run("train", config, "--run-dir", folder, "--overwrite", "--quiet", "--set", "train.steps=2") == 0
+
+
+def test_user_errors_exit_with_2_and_failed_runs_with_1(config, tmp_path, capsys):
+    assert run("train", tmp_path / "none.toml") == 2
+    assert run("train", config, "--set", "train.stepz=3") == 2
+    assert "steps" in capsys.readouterr().err
+    assert run("train", config, "--set", 'eval.group="nobody"', "--run-dir", tmp_path / "r") == 2
+    out, err = capsys.readouterr()
+    assert "neither a column nor a sparse feature called 'nobody'" in err
+    assert "step" not in out, "a wrong group key must be refused before training"
+    assert run("eval", tmp_path) == 2
+    assert "no run folder" in capsys.readouterr().err
+    assert run("train", config, "--run-dir", tmp_path / "bad", "--set", "train.tables.lr=1e30", "--set", "train.optimizer.lr=1e30") == 1
+    assert "not finite" in capsys.readouterr().err
+
+
+def test_eval_of_a_checkpoint_that_does_not_fit(config, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert run("train", config, "--run-dir", folder, "--set", "train.steps=2", "--quiet") == 0
+    assert run("eval", folder, "--set", "model.embedding_dim=8") == 2
+    err = capsys.readouterr().err
+    assert "does not fit" in err
+    assert "of another shape" in err
+    assert run("eval", folder, "--step", 1) == 2
+    assert "there are: 2" in capsys.readouterr().err
+    assert run("eval", folder, "--data", tmp_path / "x.parquet") == 2
+    assert "data.synthetic.eval" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_resuming_finishes_it(config, tmp_path, number):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", str(config)]
+    options = ["--run-dir", str(folder), "--set", "train.log_every=1", "--set", "train.steps=400", "--set", "data.synthetic.rows=20000"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 5/"):
+            process.send_signal(number)
+    assert process.wait() == 0, "".join(lines)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 5 <= summary["steps"] < 60
+    assert f"({number.name})" in "".join(lines)
+    assert "continue with: gemrec train --resume" in lines[-1]
+    steps = summary["steps"] + 3
+    for target in (folder, whole):
+        options[1], options[5] = str(target), f"train.steps={steps}"
+        assert run("train", config, *options, "--quiet", *(["--resume"] if target is folder else [])) == 0
+    losses = [[json.loads(x)["loss"] for x in (p / "metrics.jsonl").read_text().splitlines()] for p in (folder, whole)]
+    assert len(losses[0]) == steps
+    assert losses[0] == losses[1]
+
+
+def test_the_quick_start_configuration_is_valid_and_names_a_group():
+    from gem_core.config import load_config, resolve
+    from gem_core.train import quickstart_path
+
+    resolved = resolve(load_config(quickstart_path()))
+    assert resolved.config.eval.group in resolved.config.features.columns
+    assert resolved.config.train.steps

@@ -1,0 +1,328 @@
+"""Mesh, measurement, feed, evaluation, logs: the trainer's parts by themselves."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import gem_core.train.measure as measure
+from gem_core.batch import Batch
+from gem_core.config.schema import Eval
+from gem_core.errors import ConfigError, DataError, DeviceError, RunError
+from gem_core.metrics import Value
+from gem_core.model.contract import ModelOutput
+from gem_core.train.build import Parts
+from gem_core.train.builtin import Fp32Config, PlainGuard, SingleConfig, fp32, single
+from gem_core.train.contract import RecipeContext, RunInfo
+from gem_core.train.evaluate import Best, evaluate
+from gem_core.train.feed import Feed
+from gem_core.train.logs import Progress, result_lines
+from gem_core.train.measure import Meter, Peak, peak
+from gem_core.train.mesh import Mesh
+from gem_core.train.runfolder import clean
+from gem_core.train.runtime import Runtime, choose_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 8])
+def test_every_factorisation_is_accepted_and_every_other_refused(world):
+    for replicate, shard, expert in itertools.product([-1, 1, 2, 3, 4], repeat=3):
+        degrees = (replicate, shard, expert)
+        known = math.prod(d for d in degrees if d != -1)
+        valid = (degrees.count(-1) == 0 and known == world) or (degrees.count(-1) == 1 and world % known == 0)
+        if valid:
+            mesh = Mesh(world, replicate, shard, expert)
+            assert mesh.replicate * mesh.shard * mesh.expert == world == mesh.model * mesh.replica
+            assert mesh.inferred >= {
+                a for a in ("replicate", "shard", "expert") if dict(zip(("replicate", "shard", "expert"), degrees))[a] == -1
+            }
+        else:
+            with pytest.raises(ConfigError):
+                Mesh(world, replicate, shard, expert)
+
+
+def test_a_wrong_mesh_is_refused_with_the_arithmetic():
+    with pytest.raises(ConfigError, match="replicate 2 x shard 3 x expert 1: 6 is not the world of 8 processes"):
+        Mesh(8, 2, 3)
+    with pytest.raises(ConfigError, match="model -1 x replica 3: 3 does not divide the world of 8 processes"):
+        Mesh(8, replica=3)
+    with pytest.raises(ConfigError, match="only one degree of a side can be inferred"):
+        Mesh(8, -1, -1)
+    with pytest.raises(ConfigError, match="expert = 0 is no degree"):
+        Mesh(8, expert=0)
+    with pytest.raises(ConfigError, match="for one process, and 2 were started"):
+        single(nn.Linear(1, 1), Mesh(2), SingleConfig())
+
+
+def test_a_device_that_is_not_there_is_an_error_not_a_fall_back():
+    assert choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert choose_device("auto") == CPU
+        with pytest.raises(DeviceError, match="0 usable CUDA devices"):
+            choose_device("cuda")
+
+
+# Measurement
+
+
+@pytest.mark.parametrize(
+    ("device", "precisions", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", {"bf16", "fp32"}, 989.0),
+        ("NVIDIA H200", {"bf16"}, 989.0),
+        ("NVIDIA A100-SXM4-80GB", {"bf16"}, 312.0),
+        ("NVIDIA B200", {"bf16", "fp32"}, 2250.0),
+        ("NVIDIA GB200", {"bf16"}, 2500.0),
+        ("NVIDIA H100 PCIe", {"bf16"}, None),
+        ("NVIDIA H200", {"fp32"}, None),
+        ("NVIDIA H200", {"bf16", "mxfp8"}, None),
+        ("x86_64 CPU, 2 threads", {"bf16"}, None),
+    ],
+)
+def test_peaks_are_named_and_missing_ones_have_a_reason(device, precisions, tflops):
+    found = peak(device, precisions)
+    assert found.flops == (None if tflops is None else tflops * 1e12)
+    assert bool(found.reason) == (tflops is None)
+    assert device in found.name
+    if "mxfp8" in precisions:
+        assert "quantised (mxfp8)" in found.reason
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def advance(clock, meter, seconds, phase):
+    clock[0] += seconds
+    meter.mark(phase)
+
+
+def test_a_window_adds_up_phases_and_leaves_out_what_is_no_training(clock):
+    meter = Meter(CPU, Peak("toy", 1000.0))
+    meter.mark(None)
+    for _ in range(2):
+        for phase, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 3.0), ("optimizer", 4.0)):
+            advance(clock, meter, seconds, phase)
+        meter.steps += 1
+        meter.count(samples=30, tokens=500, flops=2500.0)
+        advance(clock, meter, 60.0, None)  # an evaluation
+    record = meter.window(world=4)
+    assert record == {
+        "samples_per_s": pytest.approx(60 * 4 / 20),
+        "tokens_per_s": pytest.approx(1000 * 4 / 20),
+        "mfu": pytest.approx(5000 / 20 / 1000),
+        "tflops": pytest.approx(5000 / 20 / 1e12),
+        "data_wait": pytest.approx(0.1),
+        "data_s": pytest.approx(1),
+        "forward_s": pytest.approx(2),
+        "backward_s": pytest.approx(3),
+        "optimizer_s": pytest.approx(4),
+    }
+    advance(clock, meter, 5.0, "forward")
+    meter.steps += 1
+    meter.count(10, 0, None)
+    second = meter.window()
+    assert second["samples_per_s"] == pytest.approx(2)
+    assert second["mfu"] is None
+
+
+def test_an_mfu_above_one_is_an_error(clock):
+    meter = Meter(CPU, Peak("toy, bf16 dense", 100.0))
+    meter.mark(None)
+    advance(clock, meter, 1.0, "forward")
+    meter.count(1, 1, 133.0)
+    with pytest.raises(RunError, match=r"133%.*toy, bf16 dense"):
+        meter.window()
+
+
+# Feed
+
+
+class Numbers:
+    """Batches of sizes 1, 2, ..., ``n``; an epoch can be continued."""
+
+    def __init__(self, n):
+        self.n, self.at, self.epoch = n, 0, 0
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at += 1
+            yield Batch(size=self.at, weights=torch.full((self.at,), 0.5), labels=torch.zeros(self.at, 1), label_names=("y",))
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+def test_feed_counts_on_the_host_and_can_be_continued_at_every_position():
+    whole = list(Feed(Numbers(4), CPU, epochs=3, flops=lambda b: 7.0 * b.size))
+    assert [f.host.size for f in whole] == [1, 2, 3, 4] * 3
+    assert [f.weight for f in whole[:4]] == [0.5, 1.0, 1.5, 2.0]
+    assert whole[3].flops == 28.0
+    for i, fed in enumerate(whole):
+        feed = Feed(Numbers(4), CPU, epochs=3)
+        feed.load_position(fed.position)
+        assert [f.host.size for f in feed] == [f.host.size for f in whole[i + 1 :]], f"after batch {i}"
+
+
+def test_an_empty_source_is_an_error_also_in_an_endless_run():
+    with pytest.raises(DataError, match="yields no batch"):
+        next(iter(Feed(Numbers(0), CPU, epochs=None)))
+    feed = Feed(Numbers(0), CPU, epochs=None)
+    feed.load_position({"epoch": 2, "source": {"at": 0, "epoch": 2}})
+    with pytest.raises(DataError, match="yields no batch"):
+        next(iter(feed))
+
+
+# Evaluation
+
+
+class Identity(nn.Module):
+    def forward(self, batch):
+        assert not self.training
+        return ModelOutput(batch.dense, ("b", "a"))
+
+
+def test_evaluation_pools_batches_and_puts_the_mode_back():
+    torch.manual_seed(0)
+    z, y = torch.randn(50, 2), (torch.rand(50, 2) < 0.4).float()
+
+    class Two:
+        def __init__(self, cuts):
+            self.cuts = cuts
+
+        def __iter__(self):
+            for a, b in itertools.pairwise(self.cuts):
+                yield Batch(size=b - a, dense=z[a:b], dense_names=("x", "y"), labels=y[a:b].flip(1), label_names=("a", "b"))
+
+        def state_dict(self):
+            return {}
+
+    results = []
+    for cuts in ([0, 50], [0, 1, 17, 50]):
+        module = Identity()
+        module.train()
+        found, samples = evaluate(module, module, Two(cuts), Eval(metrics=("ne", "auc", "ece")), ("a", "b"), Runtime(CPU))
+        assert module.training
+        assert samples == 50
+        results.append(found)
+    for task in ("a", "b"):
+        for name in ("ne", "auc", "ece"):
+            assert results[0][task][name].value == pytest.approx(results[1][task][name].value, rel=1e-12)
+    assert results[0]["a"]["bayes_ne"].value is None
+
+
+def results(**values):
+    return {"ctr": {name: Value(v) for name, v in values.items()}, "cvr": {"auc": Value(0.5)}}
+
+
+def test_best_knows_what_better_is():
+    tasks = ("ctr", "cvr")
+    ne = Best.of(Eval(), tasks)
+    assert [ne.update(results(ne=v), s) for s, v in enumerate((0.9, 0.95, None, 0.8))] == [True, False, False, True]
+    assert (ne.step, ne.worse, ne.value) == (3, 0, 0.8)
+    auc = Best.of(Eval(monitor="ctr.auc"), tasks)
+    assert [auc.update(results(auc=v), s) for s, v in enumerate((0.6, 0.5, 0.7))] == [True, False, True]
+    near_one = Best.of(Eval(monitor="calibration"), tasks)
+    assert [near_one.update(results(calibration=v), s) for s, v in enumerate((0.5, 1.2, 0.9, 1.3))] == [True, True, True, False]
+    again = Best.of(Eval(), tasks)
+    again.load_state_dict(ne.state_dict())
+    assert again == ne
+
+
+# What people read
+
+
+def test_result_lines_show_bayes_beside_the_model_and_say_why_values_are_missing():
+    found = {"ctr": {"ne": Value(0.8), "bayes_ne": Value(0.7)}, "cvr": {"auc": Value(None, "no evaluated row has a positive label")}}
+    first, second = result_lines(found)
+    assert first == "ctr: ne 0.80000  Bayes NE 0.70000"
+    assert second == "cvr: auc undefined  (auc: no evaluated row has a positive label)"
+
+
+def test_progress_writes_plain_lines_where_there_is_no_terminal(capsys):
+    run = RunInfo(config=None, directory=None, model=None, total_steps=10, rank=0, world=1, step=5)
+    progress = Progress()
+    progress.on_start(run)
+    run.step = 6
+    progress.on_step(run, None)
+    record = {"loss": 0.25, "lr": 0.001, "samples_per_s": 1234.5, "mfu": None, "data_wait": 0.5, "skipped": 2}
+    progress.on_step(run, record)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.startswith("step 6/10  loss 0.25000  lr 0.001  1,23")
+    assert "data wait 50%" in out
+    assert "skipped 2" in out
+    assert "left 0:00:0" in out
+
+
+def test_progress_draws_a_bar_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    run = RunInfo(config=None, directory=None, model=None, total_steps=10, rank=0, world=1)
+    progress = Progress()
+    progress.on_start(run)
+    for step in range(1, 11):
+        run.step = step
+        progress.on_step(run, {"loss": 0.5, "lr": 0.1} if step == 5 else None)
+    progress.say("a line above")
+    progress.on_end(run, {})
+    text = screen.getvalue()
+    assert "10/10" in text
+    assert "loss 0.50000" in text
+    assert "a line above" in text
+    assert "\x1b[" in text
+
+
+def test_clean_makes_json_of_what_is_not_finite():
+    assert clean({"a": math.nan, "b": [math.inf, 1.0, (2, "x")], 3: None}) == {"a": None, "b": [None, 1.0, [2, "x"]], "3": None}
+
+
+def test_fp32_changes_nothing_and_names_every_site():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LayerNorm(2))
+    before = net(torch.ones(1, 2))
+    guard = fp32(net, Fp32Config(), RecipeContext())
+    assert torch.equal(net(torch.ones(1, 2)), before)
+    assert [name for name, _, _ in guard.describe()] == ["0", "2"]
+
+
+def test_table_parameters_are_told_apart_from_the_dense_part():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tables = nn.Embedding(10, 2)
+            self.body = nn.Linear(2, 1)
+            self.register_buffer("running", torch.zeros(1))
+            self.register_buffer("constant", torch.zeros(1), persistent=False)
+
+    model = Model()
+    parts = Parts(model, model, model.tables, PlainGuard(()), Mesh(1))
+    assert set(parts.dense_parameters()) == {"body.weight", "body.bias"}
+    assert set(parts.dense_state()) == {"body.weight", "body.bias", "running"}
+    assert len(parts.buffers()) == 1
+
+
+def test_importing_the_package_imports_no_trainer():
+    code = "import sys, gem_core.train; print('gem_core.train.trainer' in sys.modules, 'torchmetrics' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -46,6 +46,6 @@ def test_chosen_by_one_line_and_trained_through(root: Path, environment: Callabl
 
 def test_its_own_tests_pass(root: Path, environment: Callable[..., Path], run: Callable, isolate):
     bin_folder = environment("gem-core", "gem-kernels-acme", also=isolate.TEST_TOOLS)
-    done = run(bin_folder / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", root / EXAMPLE / "tests")
+    done = run(bin_folder / "python", "-m", "pytest", "-p", "no:cacheprovider", root / EXAMPLE / "tests")
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout

@@ -103,8 +103,25 @@ def kernel_specs(op: str) -> list[KernelSpec]:
     """Implementations of ``op``, highest priority first."""
     _refresh()
     if op not in _specs:
-        _specs[op] = sorted((s for s in plugins.manager().offers("kernel") if s.op == op), key=lambda s: -s.priority)
+        extra = [s for s in _extra if s.op == op]
+        names = {s.name for s in extra}
+        offered = [s for s in plugins.manager().offers("kernel") if s.op == op and s.name not in names]
+        _specs[op] = sorted([*extra, *offered], key=lambda s: -s.priority)
     return _specs[op]
+
+
+@contextmanager
+def offering(*specs: KernelSpec) -> Iterator[None]:
+    """For a with-block, offer ``specs`` beside what plug-ins offer, in place of offers of the same op and name: for tests of a spec."""
+    global _extra
+    before = _extra
+    _extra = (*specs, *(s for s in before if (s.op, s.name) not in {(n.op, n.name) for n in specs}))
+    _forget()
+    try:
+        yield
+    finally:
+        _extra = before
+        _forget()
 
 
 def candidates(problem: Problem) -> list[tuple[KernelSpec, Supported]]:
@@ -211,6 +228,7 @@ _owner: object = None
 _specs: dict[str, list[KernelSpec]] = {}
 _chosen: dict[tuple[Problem, str], KernelSpec] = {}
 _said: set[str] = set()
+_extra: tuple[KernelSpec, ...] = ()
 
 
 def _refresh() -> None:
@@ -219,8 +237,12 @@ def _refresh() -> None:
     current = plugins.manager()
     if current is not _owner:
         _owner = current
-        _specs.clear()
-        _chosen.clear()
+        _forget()
+
+
+def _forget() -> None:
+    _specs.clear()
+    _chosen.clear()
 
 
 def _once(message: str, level: int) -> None:

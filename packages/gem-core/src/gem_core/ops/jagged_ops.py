@@ -176,7 +176,9 @@ def _problem(op: str, values: Tensor, offsets: Tensor, spec: str, parts: int = 1
 
 
 def _run(problem: Problem, spec: str, *tensors: Tensor, **sizes: Any) -> Any:
-    return dispatch.choose(problem, library.decode(spec).backend).forward(problem, *tensors, **sizes)[0]
+    kernel = dispatch.choose(problem, library.decode(spec).backend)
+    with library.without_autocast(problem.device):
+        return kernel.forward(problem, *tensors, **sizes)[0]
 
 
 def _check_offsets(op: str, offsets: Tensor, rows: int, bound: int | None = None, bound_name: str = "") -> None:

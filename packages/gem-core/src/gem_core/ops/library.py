@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -125,6 +126,11 @@ def _problem(op: str, spec: str, device: torch.device, dtypes: Any, dims: Any, b
     return Problem(op, device.type, arch, dtypes, dims, options, decoded.present, decoded.precision, decoded.needs_grad, deterministic)
 
 
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Implementations compute in the dtypes that they choose."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _power_of_two(n: int) -> int:
     return 1 << max(0, int(n) - 1).bit_length()
 
@@ -151,7 +157,8 @@ def _define_forward(definition: OpDefinition) -> None:
         definition.check(named, sizes, decoded)
         problem = problem_for(definition, named, sizes, spec)
         kernel = dispatch.choose(problem, decoded.backend)
-        result, saved = kernel.forward(problem, *named.values(), **{n: sizes[n] for n in contract.sizes})
+        with without_autocast(problem.device):
+            result, saved = kernel.forward(problem, *named.values(), **{n: sizes[n] for n in contract.sizes})
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         made = [saved[contract.saved.index(n)] for n in contract.made]
         return _plain([_dense(t, args[0]) for t in (*outputs, *made)])
@@ -189,7 +196,8 @@ def _define_backward(definition: OpDefinition) -> None:
         problem = problem_for(definition, named, sizes, spec)
         kernel = dispatch.choose_backward(problem, decode(spec).backend)
         dout = grads[0] if len(grads) == 1 else grads
-        result = kernel.backward(problem, args[: len(names)], dout, needs)
+        with without_autocast(problem.device):
+            result = kernel.backward(problem, args[: len(names)], dout, needs)
         like = next(t for t in named.values() if t is not None)
         return _plain([_dense(t if need else None, like) for t, need in zip(result, needs)])
 

@@ -109,13 +109,12 @@ def backward(
         weights, dscores = _dscores(score, rows, packed.by_row(dweights, group), group)
         tables.add(packed, group, dscores)
         dscores = dscores.view(scores.shape)
-        key_shape = (group.n * packed.kv_heads, group.keys)
-        dv.add(group.key_begin, group.k_index, key_shape, lambda out: torch.bmm(weights.view(scores.shape).transpose(1, 2), d, out=out))
+        dv.add(group.key_begin, group.k_index, weights.view(scores.shape).transpose(1, 2), d)
         if score.scale != 1.0:
             queries *= score.scale
             keys *= score.scale
-        dq.add(group.begin, group.q_index, scores.shape[:2], lambda out: torch.bmm(dscores, keys, out=out))
-        dk.add(group.key_begin, group.k_index, key_shape, lambda out: torch.bmm(dscores.transpose(1, 2), queries, out=out))
+        dq.add(group.begin, group.q_index, dscores, keys)
+        dk.add(group.key_begin, group.k_index, dscores.transpose(1, 2), queries)
     return dq.result(), dk.result(), dv.result(), tables.position, tables.time
 
 
@@ -131,13 +130,12 @@ class _Sums:
             self.rows = like.new_empty(places + 1, width, dtype=packed.dtype)
             self.rows[-1] = 0
 
-    def add(self, begin: int, index: Tensor, shape: tuple[int, int], compute: Callable[[Tensor], Tensor]) -> None:
+    def add(self, begin: int, index: Tensor, left: Tensor, right: Tensor) -> None:
+        """The group's rows are ``left @ right``."""
         if self.inverse is None:
-            part = self.rows.new_empty(*shape, self.rows.shape[1])
-            compute(part)
-            self.rows.index_add_(0, index, part.view(-1, part.shape[2]))
+            self.rows.index_add_(0, index, torch.bmm(left, right).view(-1, right.shape[2]))
         else:
-            compute(self.rows[begin : begin + index.numel()].view(*shape, self.rows.shape[1]))
+            torch.bmm(left, right, out=self.rows[begin : begin + index.numel()].view(*left.shape[:2], right.shape[2]))
 
     def result(self) -> Tensor:
         rows = self.rows if self.inverse is None else self.rows.index_select(0, self.inverse)

@@ -9,9 +9,9 @@ hides most keys of a long sample, a chunk of its rows::
     o  │/////////└────┐
     w  └──────────────┘
 
-Items of similar (rows, keys) form a *group* that runs as one batched matmul; a small dynamic program chooses the groups so that padding plus
-the overhead of each batch is least. Padded places repeat a valid row of the item, so that they are finite, and are masked out. All index
-tensors are built once for given offsets and kept with them: every layer and the backward pass use them again.
+Items of similar (rows, keys) form a *group* that runs as one batched matmul; a small dynamic program chooses the groups so that padding
+plus the overhead of each batch is least. Padded places repeat a valid row of the item, so that they are finite, and are masked out. All
+index tensors are built once for given offsets and kept with them: every layer and the backward pass use them again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gem_core.ops.masks import Window
 GROUP_COST = 60_000
 """Overhead of one batch, in score elements."""
 
-BATCH_ELEMENTS = 1 << 20
+BATCH_ELEMENTS = 1 << 18
 """Score elements of one batch: what stays in cache and bounds the memory in use."""
 
 CHUNK_ROWS = 64
-"""Rows of a chunk where a mask hides keys."""
+"""Rows of a chunk where a mask hides keys; half of that in a narrow window."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Masking:
     @property
     def banded(self) -> bool:
         return self.causal or self.window is not None
+
+    @property
+    def chunk_rows(self) -> int:
+        left, right = (-1, -1) if self.window is None else self.window
+        right = 0 if self.causal else right
+        return CHUNK_ROWS // 2 if min(left, right) >= 0 and left + right <= CHUNK_ROWS else CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -176,9 +182,9 @@ def make_plan(
     items = cut(samples, shape, masking)
     groups: list[Group] = []
     places = key_places = pairs = 0
-    out_inverse = np.full(out_rows * shape.heads, -1, dtype=np.int64)
+    out_inverse = _Inverse(out_rows)
     unique_keys = not shared_keys and len(np.unique(items.sample)) == len(items)
-    k_inverse = np.full(key_rows * shape.kv_heads, -1, dtype=np.int64) if unique_keys else None
+    k_inverse = _Inverse(key_rows) if unique_keys else None
     for index in _group(items, samples, shape, by_shift):
         members = items.take(index)
         rows, keys = int(members.rows.max()), int(members.keys.max())
@@ -188,12 +194,10 @@ def make_plan(
             q_rows, row_ok = _places(samples.q_start[part.sample] + part.row0, part.rows, rows)
             k_rows, key_ok = _key_places(samples, part, keys)
             q_index, k_index = _by_head(q_rows, shape.heads), _by_head(k_rows, shape.kv_heads)
-            out_index = q_index
-            if shared_q:
-                out_index = _by_head(_places(samples.out_start[part.sample] + part.row0, part.rows, rows)[0], shape.heads)
-            _invert(out_inverse, out_index, row_ok, places)
+            result_rows = _places(samples.out_start[part.sample] + part.row0, part.rows, rows)[0] if shared_q else q_rows
+            out_inverse.note(result_rows, row_ok, shape.heads, places)
             if k_inverse is not None:
-                _invert(k_inverse, k_index, key_ok, key_places)
+                k_inverse.note(k_rows, key_ok, shape.kv_heads, key_places)
             groups.append(
                 Group(
                     n=len(part),
@@ -201,7 +205,7 @@ def make_plan(
                     keys=keys,
                     q_index=torch.from_numpy(q_index.reshape(-1)).to(device),
                     k_index=torch.from_numpy(k_index.reshape(-1)).to(device),
-                    out_index=torch.from_numpy(out_index.reshape(-1)).to(device) if shared_q else None,
+                    out_index=torch.from_numpy(_by_head(result_rows, shape.heads).reshape(-1)).to(device) if shared_q else None,
                     row_valid=None if row_ok.all() else torch.from_numpy(row_ok[:, None, :, None]).to(device),
                     begin=places,
                     key_begin=key_places,
@@ -213,18 +217,15 @@ def make_plan(
             places += q_index.size
             key_places += k_index.size
             pairs += len(part) * rows * keys
-    if pairs > 32 * BATCH_ELEMENTS:
+    if pairs > 64 * BATCH_ELEMENTS:
         for group in groups:
             group.keep_mask = False
-    out_inverse[out_inverse < 0] = places
-    if k_inverse is not None:
-        k_inverse[k_inverse < 0] = key_places
     return Plan(
         groups,
         places,
         key_places,
-        torch.from_numpy(out_inverse).to(device),
-        None if k_inverse is None else torch.from_numpy(k_inverse).to(device),
+        out_inverse.tensor(shape.heads, places).to(device),
+        None if k_inverse is None else k_inverse.tensor(shape.kv_heads, key_places).to(device),
         not shared_q,
         samples,
         masking,
@@ -234,7 +235,7 @@ def make_plan(
 def cut(samples: Samples, shape: Shape, masking: Masking) -> Items:
     """Items of all samples; those without rows or without visible keys are left out."""
     limit = np.maximum(16, BATCH_ELEMENTS // np.maximum(1, shape.heads * samples.lk))
-    size = np.minimum(limit, CHUNK_ROWS) if masking.banded else limit
+    size = np.minimum(limit, masking.chunk_rows) if masking.banded else limit
     count = np.where((samples.lq > 0) & (samples.lk > 0), -(-samples.lq // size), 0)
     sample = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(sample)) - np.repeat(count.cumsum() - count, count)
@@ -339,11 +340,23 @@ def _by_head(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows[:, None, :] * heads + np.arange(heads)[None, :, None]
 
 
-def _invert(inverse: np.ndarray, index: np.ndarray, ok: np.ndarray, begin: int) -> None:
-    """Note in ``inverse`` that row ``index`` is at place ``begin + position``, for the valid places."""
-    place = begin + np.arange(index.size).reshape(index.shape)
-    valid = np.broadcast_to(ok[:, None, :], index.shape)
-    inverse[index[valid]] = place[valid]
+class _Inverse:
+    """Place of each row's first head among the groups' places, and how far the next head is from it."""
+
+    def __init__(self, rows: int) -> None:
+        self.first, self.step = np.full(rows, -1, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+
+    def note(self, rows: np.ndarray, ok: np.ndarray, heads: int, begin: int) -> None:
+        """``rows [n, width]`` are at the places from ``begin``, item by item, head by head."""
+        n, width = rows.shape
+        place = begin + np.arange(n)[:, None] * (heads * width) + np.arange(width)
+        self.first[rows[ok]] = place[ok]
+        self.step[rows[ok]] = width
+
+    def tensor(self, heads: int, nowhere: int) -> Tensor:
+        """``[rows·heads]``; ``nowhere`` for rows of no item."""
+        places = np.where(self.first < 0, nowhere, self.first)[:, None] + self.step[:, None] * np.arange(heads)
+        return torch.from_numpy(places.reshape(-1))
 
 
 def _shifts(samples: Samples, items: Items) -> np.ndarray:

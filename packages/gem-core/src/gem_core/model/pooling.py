@@ -9,6 +9,7 @@ from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
 from gem_core.model.layers import NormLinear
 from gem_core.model.rows import Rows
+from gem_core.ops.contract import OpPrecision
 
 
 class SeedPooling(nn.Module):
@@ -23,6 +24,7 @@ class SeedPooling(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.count = heads, head_dim, candidate_queries
+        self.attention_precision: OpPrecision | None = None
         self.seeds = nn.Parameter(torch.empty(seeds, heads, head_dim)) if seeds else None
         self.queries = NormLinear(dim, candidate_queries * heads * head_dim, norm) if candidate_queries else None
         self.kv = NormLinear(dim, 2 * heads * head_dim, norm)
@@ -39,13 +41,15 @@ class SeedPooling(nn.Module):
         pooled = []
         if self.seeds is not None:
             q = self.seeds.to(k.dtype)
-            o = ops.jagged_attention(q, k, v, None, rows.offsets, max_k_len=rows.max_length, broadcast_q=True)
+            o = ops.jagged_attention(
+                q, k, v, None, rows.offsets, max_k_len=rows.max_length, broadcast_q=True, precision=self.attention_precision
+            )
             pooled.append(o.view(b, self.seeds.shape[0], self.heads * self.head_dim))
         if self.queries is not None:
             assert candidate is not None
             q = self.queries(candidate).view(-1, self.heads, self.head_dim)
             lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
-            o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths)
+            o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths, precision=self.attention_precision)
             pooled.append(o.view(b, self.count, self.heads * self.head_dim))
         return self.out(pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1))
 

@@ -1,4 +1,7 @@
-"""The sequence block: GDPA-PFFN, self-attention, optional FFN, on packed rows ``[N, d]``."""
+"""The sequence block: GDPA-PFFN, self-attention, optional FFN, on packed rows ``[N, d]``.
+
+``attention_precision`` of a module, None to begin with, is handed to its attention op: a precision recipe may set it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from gem_core import ops
 from gem_core.model.config import AttentionKind, NormKind, PffnConfig, SequenceConfig
 from gem_core.model.layers import FeedForward, NormLinear, TokenMix
 from gem_core.model.rows import Rows
+from gem_core.ops.contract import OpPrecision
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Pffn(nn.Module):
         self.mix = TokenMix(tokens, config.keys) if config.keys is not None else None
         self.kv = NormLinear(token_dim, 2 * heads * head_dim, norm)
         projected = config.kind == "gdpa"
+        if projected:
+            self.attention_precision: OpPrecision | None = None
         self.q = NormLinear(dim, heads * head_dim, norm) if projected else None
         self.out = nn.Linear(heads * head_dim, dim) if projected else None
         self.scale_in = config.scale_in or head_dim**-0.5
@@ -62,7 +68,7 @@ class Pffn(nn.Module):
         bounds = {"max_q_len": rows.max_length, "max_k_len": self.keys}
         if self.q is None or self.out is None:
             return ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds).flatten(1)
-        o = ops.gdpa(self.q(s).view(shape), k, v, rows.offsets, k_offsets, **options, **bounds)
+        o = ops.gdpa(self.q(s).view(shape), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision)
         return s + self.dropout(self.out(o.flatten(1)))
 
 
@@ -83,6 +89,8 @@ class SelfAttention(nn.Module):
         self.heads, self.head_dim, self.kind, self.block, self.qk_norm = heads, head_dim, kind, block, qk_norm
         self.causal = kind in ("causal", "causal_window")
         self.window = (window, window) if kind in ("window", "causal_window") else None
+        if kind != "block":
+            self.attention_precision: OpPrecision | None = None
         self.qkv = NormLinear(dim, 3 * heads * head_dim, norm)
         self.out = nn.Linear(heads * head_dim, dim)
         self.dropout = nn.Dropout(dropout)
@@ -102,7 +110,7 @@ class SelfAttention(nn.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             o = ops.jagged_attention(
                 q, k, v, rows.offsets, max_q_len=rows.max_length, causal=self.causal, window=self.window,
-                num_targets=rows.num_targets, context_len=rows.context_len,
+                num_targets=rows.num_targets, context_len=rows.context_len, precision=self.attention_precision,
             )  # fmt: skip
         return s + self.dropout(self.out(o.flatten(1)))
 

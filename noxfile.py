@@ -24,16 +24,6 @@ TORCH, TRITON, FBGEMM, TORCHREC = "2.13.0", "3.6.0", "1.8.0", "1.8.0"
 TORCHREC_NEEDS = ("tensordict", "torchmetrics==1.0.3", "tqdm", "iopath", "pyre-extensions", "orjson", "pyvers", "importlib_metadata")
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
-PACKAGES = ("gem-core", "gem-data", "gem-kernels", "gem-parallel", "gem-precision")
-EXTRAS = {"gem-core": "[log]"}
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
-BUILD_TOOLS = ("hatchling", "editables")
-QUIET_THREADS = {"OMP_NUM_THREADS": "1", "GEM_PLUGINS_STRICT": "1"}
-"""Two test processes with a thread each are faster than one with two; in tests every plug-in failure is an error."""
-
-TYPED = ("plugins.py", "doctor.py", "hookspecs.py", "errors.py", "config", "cli")
-TYPED_NEEDS = ("pluggy", "pydantic", "typer", "rich", "tomli-w")
-
 GPU = shutil.which("nvidia-smi") is not None
 
 
@@ -47,6 +37,23 @@ def _own_cuda_torch() -> str | None:
 
 OWN_TORCH = _own_cuda_torch() if GPU else None
 VENV = ["--system-site-packages"] if OWN_TORCH else []
+
+PACKAGES = ("gem-core", "gem-data", "gem-kernels", "gem-parallel", "gem-precision")
+EXTRAS = {"gem-core": "[log]"}
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+TEST_NEEDS = {
+    "gem-core": ("tensorboard", "safetensors"),
+    "gem-precision": ("triton", "torchao"),
+    "gem-parallel": () if OWN_TORCH else ("torchrec", *TORCHREC_NEEDS),
+}
+"""Package -> extras and peers that its tests compare with; they skip where these are missing."""
+PEERS = ("safetensors", "torchao")
+BUILD_TOOLS = ("hatchling", "editables")
+QUIET_THREADS = {"OMP_NUM_THREADS": "1", "GEM_PLUGINS_STRICT": "1"}
+"""Two test processes with a thread each are faster than one with two; in tests every plug-in failure is an error."""
+
+TYPED = ("plugins.py", "doctor.py", "hookspecs.py", "errors.py", "config", "cli")
+TYPED_NEEDS = ("pluggy", "pydantic", "typer", "rich", "tomli-w")
 
 
 def _install_torch(session: nox.Session) -> list[str]:
@@ -96,7 +103,7 @@ def tests(session: nox.Session) -> None:
 
     With arguments: pytest with these, everything installed.
     """
-    _install(session, PACKAGES, *TEST_TOOLS)
+    _install(session, PACKAGES, *TEST_TOOLS, *PEERS)
     _install_torchrec(session)
     if session.posargs:
         session.run("pytest", *session.posargs, env=QUIET_THREADS)
@@ -114,9 +121,11 @@ def tests(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES)
 def tests_package(session: nox.Session, package: str) -> None:
     """Tests of one package, editable, with only the core beside it."""
-    _install(session, tuple(dict.fromkeys(("gem-core", package))), *TEST_TOOLS)
     if package == "gem-parallel":
+        _install(session, ("gem-core", package), *TEST_TOOLS)
         _install_torchrec(session)
+    else:
+        _install(session, tuple(dict.fromkeys(("gem-core", package))), *TEST_TOOLS, *TEST_NEEDS.get(package, ()))
     session.run("pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
@@ -134,8 +143,10 @@ def isolated(session: nox.Session, package: str) -> None:
         constraints.write_text("\n".join(pins))
         session.install("--force-reinstall", "--no-deps", *wheels)
         session.install("-c", str(constraints), *wheels, *TEST_TOOLS)
-    if package == "gem-parallel":
-        _install_torchrec(session)
+        if package == "gem-parallel":
+            _install_torchrec(session)
+        else:
+            session.install("-c", str(constraints), *TEST_NEEDS.get(package, ()), "pytest")
     session.run("gemrec", "plugins")
     session.run("pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
@@ -165,9 +176,7 @@ def lint(session: nox.Session) -> None:
 def _passes_alone(session: nox.Session, package: str) -> bool:
     """Whether the tests of ``package`` pass in an environment of its wheel, the core's, and what these declare."""
     where = Path(session.create_tmp(), f"alone-{package}")
-    also = [*TEST_TOOLS, "tensorboard"] if package == "gem-core" else list(TEST_TOOLS)
-    if package == "gem-parallel" and not OWN_TORCH:
-        also += ["torchrec", *(need.partition("==")[0] for need in TORCHREC_NEEDS)]
+    also = [need.partition("==")[0] for need in (*TEST_TOOLS, *TEST_NEEDS.get(package, ()))]
     folders = [f"packages/{name}" for name in dict.fromkeys(("gem-core", package))]
     try:
         session.run("python", "tests/isolate.py", str(where), *folders, "--with", *also)

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import bucket_range, load_times, own_bias, own_bucket, pair_bias
+from gem_kernels.triton.attention.bias import bucket_range, load_times, own_bucket, pair_bias
 from gem_kernels.triton.attention.masks import key_block, key_walk, sample_geometry, visible
-from gem_kernels.triton.attention.tiles import load_own, load_rows
+from gem_kernels.triton.attention.tiles import load_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -54,11 +54,11 @@ def _add_by_bucket(values, difference, first, last, table, edges):
 @triton.jit(do_not_specialize=["left", "right", "radius", "edges", "width"])
 def attention_bwd_bias_kernel(
     q, k, v, dout, lse, delta, partial,
-    q_offsets, k_offsets, num_targets, target_k, target_v, context_len, kv_index,
+    q_offsets, k_offsets, num_targets, ds_own, context_len, kv_index,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     tiles, tile_count,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_don, stride_doh,
-    stride_tkn, stride_tkh, stride_tvn, stride_tvh, stride_bp, stride_bt,
+    stride_bp, stride_bt,
     rows: tl.int64, left, right, radius, edges, width, scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,7 +85,7 @@ def attention_bwd_bias_kernel(
         p = tl.minimum(i + shift, h)
         p_min = tl.minimum(m0 + shift, h)
         p_max = tl.minimum(m1 - 1 + shift, h)
-        blocks, walk_head, walk_first, _, _ = key_walk(m0, m1, shift, h, c, left, right, BLOCK_N, CAUSAL, WINDOW, CONTEXT)
+        blocks, walk_head, walk_first, _free0, _free1 = key_walk(m0, m1, shift, h, c, left, right, BLOCK_N, CAUSAL, WINDOW, CONTEXT)
         q_tile = load_rows(q, q_row, m0, lq, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, TMA)
         do_tile = load_rows(dout, out_row, m0, lq, head, stride_don, stride_doh, BLOCK_M, DV, DV_PAD, TMA)
         lse_i = tl.zeros([BLOCK_M], tl.float32)
@@ -104,27 +104,14 @@ def attention_bwd_bias_kernel(
             if m1 > lq - t:
                 candidate = (i >= lq - t) & (i < lq)
                 own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-                k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
-                v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD).to(tl.float32)
-                own = tl.sum(q_tile.to(tl.float32) * k_own, 1) * scale
-                own += own_bias(
-                    head, tq, own_row, i, candidate, bias_position, bias_time, time_edges, k_times,
-                    stride_bp, stride_bt, radius, edges, TIME_STEPS, kv_index is not None,
-                )  # fmt: skip
-                ds_own = tl.sum(do_tile.to(tl.float32) * v_own, 1)
-                if SOFTMAX:
-                    ds_own = tl.exp2(own * LOG2E - lse_i) * (ds_own - delta_i)
-                else:
-                    _, slope = activate_with_slope(own, act_id, ACT, ACT_SET, FAST)
-                    ds_own = slope * ds_own
-                ds_own = tl.where(candidate, ds_own, 0.0)
+                ds_i = tl.load(ds_own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
                 if bias_position is not None:
-                    tl.atomic_add(by_distance + radius, tl.sum(ds_own, 0), sem="relaxed")
+                    tl.atomic_add(by_distance + radius, tl.sum(ds_i, 0), sem="relaxed")
                 if bias_time is not None:
                     bucket = own_bucket(tq, own_row, i, candidate, time_edges, k_times, edges, TIME_STEPS, kv_index is not None)
                     lowest = tl.min(tl.where(candidate, bucket, 1 << 30), 0)
                     for b in range(lowest, tl.max(tl.where(candidate, bucket, -1), 0) + 1):
-                        tl.atomic_add(by_bucket + b, tl.sum(tl.where(bucket == b, ds_own, 0.0), 0), sem="relaxed")
+                        tl.atomic_add(by_bucket + b, tl.sum(tl.where(bucket == b, ds_i, 0.0), 0), sem="relaxed")
                 tl.debug_barrier()
 
         for x in tl.range(0, blocks):
@@ -142,7 +129,7 @@ def attention_bwd_bias_kernel(
             if SOFTMAX:
                 ds = tl.exp2(s * LOG2E - lse_i[:, None]) * (ds - delta_i[:, None])
             else:
-                _, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
+                _prob, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
                 ds = slope * ds
             seen = (i < lq)[:, None] & (j < h)[None, :]
             if CAUSAL or WINDOW:

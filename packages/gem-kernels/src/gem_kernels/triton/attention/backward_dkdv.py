@@ -73,7 +73,9 @@ def attention_bwd_dkdv_kernel(
                 sample = member
                 if kv_index is not None:
                     sample = tl.load(order + member).to(tl.int32)
-                q_row, out_row, lq, _, _, t, c = sample_geometry(sample, q_offsets, k_offsets, num_targets, context_len, kv_index, q_len)
+                q_row, out_row, lq, _own_k_row, _own_h, t, c = sample_geometry(
+                    sample, q_offsets, k_offsets, num_targets, context_len, kv_index, q_len
+                )
                 dk_acc, dv_acc = walk_queries(
                     q, out, dout, lse, delta, dq, k_tile, v_tile, dk_acc, dv_acc,
                     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,

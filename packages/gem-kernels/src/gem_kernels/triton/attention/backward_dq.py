@@ -6,6 +6,8 @@
   for the key side, which therefore runs afterwards.
 - gdpa: dS = f'(scale_in · S + bias) ∘ dP.
 
+A candidate's own pair was differentiated row by row beforehand (`rows`); its dS starts the accumulator.
+
 EMIT: all query rows of a sample fit one tile, so the program also has everything for dV = Pᵀ dO and dK = dSᵀ Q of each key block and writes
 them: five products, no second kernel ("q_resident"). Its list has one tile for every sample, so that keys without queries get their zeros.
 
@@ -21,7 +23,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import load_times, own_bias, pair_bias
+from gem_kernels.triton.attention.bias import load_times, pair_bias
 from gem_kernels.triton.attention.masks import key_block, key_walk, sample_geometry, visible
 from gem_kernels.triton.attention.tiles import load_own, load_rows, store_rows, zero_slack
 
@@ -31,11 +33,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["batch", "q_len", "rows", "k_rows", "left", "right", "radius", "edges"])
 def attention_bwd_dq_kernel(
     q, k, v, out, dout, lse, delta, dq, dk, dv,
-    q_offsets, k_offsets, num_targets, target_k, target_v, context_len, kv_index,
+    q_offsets, k_offsets, num_targets, ds_own, target_k, context_len, kv_index,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     tiles, tile_count,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh, stride_don, stride_doh,
-    stride_dqn, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_tkn, stride_tkh, stride_tvn, stride_tvh,
+    stride_dqn, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_tkn, stride_tkh,
     stride_bp, stride_bt,
     batch, q_len, rows: tl.int64, k_rows: tl.int64, left, right, radius, edges,
     scale, ds_scale, dv_scale, delta_scale,
@@ -99,20 +101,9 @@ def attention_bwd_dq_kernel(
             if m1 > lq - t:
                 candidate = (i >= lq - t) & (i < lq)
                 own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-                k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
-                v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD).to(tl.float32)
-                own = tl.sum(q_tile.to(tl.float32) * k_own, 1) * scale
-                own += own_bias(
-                    head, tq, own_row, i, candidate, bias_position, bias_time, time_edges, k_times,
-                    stride_bp, stride_bt, radius, edges, TIME_STEPS, kv_index is not None,
-                )  # fmt: skip
-                dp_own = tl.sum(do_tile.to(tl.float32) * v_own, 1)
-                if SOFTMAX:
-                    ds_own = tl.exp2(own * LOG2E - lse_i) * (dp_own - delta_i)
-                else:
-                    _, slope = activate_with_slope(own, act_id, ACT, ACT_SET, FAST)
-                    ds_own = slope * dp_own
-                acc += tl.where(candidate, ds_own, 0.0)[:, None] * k_own
+                k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD)
+                ds_i = tl.load(ds_own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
+                acc += ds_i[:, None] * k_own.to(tl.float32)
 
         for x in tl.range(0, blocks):
             n0 = key_block(x, walk_head, walk_first, CONTEXT) * BLOCK_N
@@ -144,12 +135,12 @@ def attention_bwd_dq_kernel(
                     if (n0 < free0) | (n0 + BLOCK_N > free1):
                         seen = (j < h)[None, :] & visible(p[:, None], j[None, :], c, left, right, CAUSAL, WINDOW, CONTEXT)
                         ds = tl.where(seen, ds, 0.0)
-            ds = ds.to(k_tile.dtype)
-            acc = tl.dot(ds, k_tile, acc, input_precision=PRECISION)
+            ds16 = ds.to(k_tile.dtype)
+            acc = tl.dot(ds16, k_tile, acc, input_precision=PRECISION)
             if EMIT:
                 dv_tile = tl.dot(tl.trans(prob.to(do_tile.dtype)), do_tile, input_precision=PRECISION) * dv_scale
                 store_rows(dv, k_row, n0, h, kv_head, stride_dvn, stride_dvh, dv_tile, BLOCK_N, DV, DV_PAD)
-                dk_tile = tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION) * ds_scale
+                dk_tile = tl.dot(tl.trans(ds16), q_tile, input_precision=PRECISION) * ds_scale
                 store_rows(dk, k_row, n0, h, kv_head, stride_dkn, stride_dkh, dk_tile, BLOCK_N, D, D_PAD)
 
         if not BROADCAST:

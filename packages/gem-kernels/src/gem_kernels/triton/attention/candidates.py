@@ -1,7 +1,7 @@
 """Tile configurations that the analytic model proposes, best guess first; the committed tables and measurements go before them.
 
 Keys: BLOCK_M, BLOCK_N; TMA (descriptors where the tensors allow them); PERSISTENT (programs an SM, 0: one tile a program); RESIDENT
-(forward: key tiles held on chip, 0: streamed) with CHUNK query tiles a program; num_warps, num_stages, maxnreg. SCHEME for a whole backward.
+(forward: key tiles held on chip, 0: streamed) and CHUNK (query tiles a program); num_warps, num_stages, maxnreg. SCHEME: of a backward.
 The model: on Hopper two programs of 8 warps (or three of 4) have to share an SM, as one does its elementwise work while the other's
 products run; so 128 registers a thread and half the shared memory each.
 """

@@ -7,7 +7,8 @@
             +--------+--------+--------+--------+
 
 Tiles that no row of the program may see are never visited and tiles that all rows see wholly are not masked (`masks.key_walk`). Softmax is
-the online one of FlashAttention (arXiv 2205.14135), in powers of two. A candidate's own key starts the accumulators.
+the online one of FlashAttention (arXiv 2205.14135), in powers of two. A candidate's own key starts the accumulators; its score was computed
+row by row beforehand (`rows`).
 
 MASKING "subtract": keys past the sample's end were loaded as zeros, so they score exactly 0; nothing is masked, and the surplus
 n_pad · 2^(0 - m) leaves the denominator at the end. Where that surplus is most of the denominator (all real scores far below 0) the
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate
-from gem_kernels.triton.attention.bias import load_times, own_bias, pair_bias
+from gem_kernels.triton.attention.bias import load_times, pair_bias
 from gem_kernels.triton.attention.masks import key_block, key_walk, sample_geometry, visible
 from gem_kernels.triton.attention.tiles import load_own, load_rows, store_rows, zero_slack
 
@@ -35,11 +36,11 @@ _CANCEL = tl.constexpr(15.0)
 @triton.jit(do_not_specialize=["batch", "q_len", "rows", "left", "right", "radius", "edges"])
 def attention_fwd_kernel(
     q, k, v, out, lse,
-    q_offsets, k_offsets, num_targets, target_k, target_v, context_len, kv_index,
+    q_offsets, k_offsets, num_targets, own, target_v, context_len, kv_index,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     tiles, tile_count,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
-    stride_tkn, stride_tkh, stride_tvn, stride_tvh, stride_bp, stride_bt,
+    stride_tvn, stride_tvh, stride_bp, stride_bt,
     batch, q_len, rows: tl.int64, left, right, radius, edges,
     scale, out_scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -84,20 +85,14 @@ def attention_fwd_kernel(
             if m1 > lq - t:
                 candidate = (i >= lq - t) & (i < lq)
                 own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-                k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD)
                 v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD)
-                own = tl.sum(q_tile.to(tl.float32) * k_own.to(tl.float32), 1) * scale
-                own += own_bias(
-                    head, tq, own_row, i, candidate, bias_position, bias_time, time_edges, k_times,
-                    stride_bp, stride_bt, radius, edges, TIME_STEPS, kv_index is not None,
-                )  # fmt: skip
+                score = tl.load(own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
                 if SOFTMAX:
-                    m_i = tl.where(candidate, own * LOG2E, m_i)
+                    m_i = tl.where(candidate, score * LOG2E, m_i)
                     l_i = tl.where(candidate, 1.0, 0.0)
                     acc += v_own.to(tl.float32)
                 else:
-                    weight = tl.where(candidate, activate(own, act_id, ACT, ACT_SET, FAST).to(tl.float32), 0.0)
-                    acc += weight[:, None] * v_own.to(tl.float32)
+                    acc += activate(score, act_id, ACT, ACT_SET, FAST).to(tl.float32)[:, None] * v_own.to(tl.float32)
 
         m_i, l_i, acc = walk_keys(
             q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,

@@ -42,7 +42,7 @@ def attention_fwd_resident_kernel(
         entry = tl.load(tiles + item // H)
         sample = (entry >> 32).to(tl.int32)
         start = (entry & 0xFFFFFFFF).to(tl.int32) * (BLOCK_M * CHUNK)
-        q_row, out_row, lq, k_row, h, _, _ = sample_geometry(sample, q_offsets, k_offsets, None, None, kv_index, q_len)
+        q_row, out_row, lq, k_row, h, _t, _c = sample_geometry(sample, q_offsets, k_offsets, None, None, kv_index, q_len)
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + head)

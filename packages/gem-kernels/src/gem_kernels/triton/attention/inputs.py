@@ -71,13 +71,18 @@ class Inputs:
             subtract=None if plan.shared else self.num_targets,
         )  # fmt: skip
 
-    def sample_args(self) -> tuple[Any, ...]:
-        """q_offsets, k_offsets, num_targets, target_k, target_v, context_len, kv_index of a kernel."""
-        return self.q_offsets, self.k_offsets, self.num_targets, self.target_k, self.target_v, self.context_len, self.kv_index
+    def sample_args(self, *own: Tensor | None) -> tuple[Any, ...]:
+        """q_offsets, k_offsets, num_targets, the given tensors about candidates, context_len, kv_index of a kernel."""
+        return self.q_offsets, self.k_offsets, self.num_targets, *own, self.context_len, self.kv_index
 
     def bias_args(self) -> tuple[Any, ...]:
-        """bias_position, bias_time, time_edges, q_times, k_times, act_ids of a kernel."""
-        return self.bias_position, self.bias_time, self.bias_time_edges, self.q_times, self.k_times, self.act_ids
+        """bias_position, bias_time, time_edges, q_times, k_times of a kernel."""
+        return self.bias_position, self.bias_time, self.bias_time_edges, self.q_times, self.k_times
+
+    @property
+    def row_block(self) -> int:
+        """Rows of a tile of the row-wise kernels."""
+        return 16 if max(self.plan.d_pad, self.plan.dv_pad) > 128 else 32
 
 
 def row_strides(*tensors: Tensor | None) -> list[int]:

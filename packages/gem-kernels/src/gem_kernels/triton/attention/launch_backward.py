@@ -19,9 +19,9 @@ from gem_kernels.triton.attention import candidates
 from gem_kernels.triton.attention.backward_bias import attention_bwd_bias_kernel
 from gem_kernels.triton.attention.backward_dkdv import attention_bwd_dkdv_kernel
 from gem_kernels.triton.attention.backward_dq import attention_bwd_dq_kernel
-from gem_kernels.triton.attention.backward_rows import attention_bwd_delta_kernel, attention_bwd_own_kernel
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
+from gem_kernels.triton.attention.rows import attention_bwd_own_kernel, attention_delta_kernel
 from gem_kernels.triton.attention.tiles import tma_fits
 from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
@@ -86,6 +86,7 @@ class _Backward:
         self.need_targets, self.need_bias = needs[3] or needs[4], needs[5] or needs[6]
         self.needs = needs
         self.delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
+        self.ds_own: Tensor | None = None
         gain = p.out_scale * p.folded_gain
         self.ds_scale, self.dv_scale = p.scale * gain, gain
         self.delta_scale = 1.0 / p.out_scale if p.out_scale else 0.0
@@ -98,30 +99,26 @@ class _Backward:
     def run(self, scheme: str) -> Saved:
         x, p = self.x, self.x.plan
         dq = dk = dv = None
-        if scheme == "q_resident":
+        if self.need_keys or (p.targets and not p.shared and self.need_q) or scheme != "split":
             dk, dv = _like(x.k), _like(x.v)
+        d_target_k, d_target_v = self._own(dk, dv) if p.targets else (None, None)
+        if scheme == "q_resident":
             dq = self._query_side("attention.q_resident", dk, dv)
         elif scheme == "split":
             if self.need_q:
                 dq = self._query_side("attention.dq", None, None)
             elif p.softmax:
                 self._delta()
-            if self.need_keys or (self.need_targets and not p.shared):
-                dk, dv = _like(x.k), _like(x.v)
+            if self.need_keys:
                 self._key_side("attention.dkdv", 0, None, dk, dv)
         else:
-            dk, dv = _like(x.k), _like(x.v)
             direct = scheme == "kv_resident"
             dq = _like(x.q) if direct else torch.zeros(x.q.shape, dtype=torch.float32, device=x.device)
             if p.softmax and not direct:
                 self._delta()
             self._key_side(f"attention.{scheme}", _DQ_MODES[scheme], dq, dk, dv)
             dq = dq.to(x.q.dtype)
-        d_target_k = d_target_v = d_position = d_time = None
-        if p.targets:
-            d_target_k, d_target_v = self._own(dk, dv)
-        if self.need_bias:
-            d_position, d_time = self._bias()
+        d_position, d_time = self._bias() if self.need_bias else (None, None)
         grads = (dq, dk, dv, d_target_k, d_target_v, d_position, d_time)
         return tuple(g if need else None for g, need in zip(grads, self.needs))
 
@@ -156,8 +153,9 @@ class _Backward:
         q, k, v, dout = descriptors(tma, (x.q, m), (x.k, meta["BLOCK_N"]), (x.v, meta["BLOCK_N"]), (self.dout, m))
         launch(
             attention_bwd_dq_kernel, (grid or grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
-            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, *x.sample_args(), *x.bias_args(), tiles.tiles, tiles.count,
-            *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k, x.target_v),
+            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, *x.sample_args(self.ds_own, x.target_k), *x.bias_args(),
+            x.act_ids, tiles.tiles, tiles.count,
+            *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k),
             *bias_strides(x), x.batch, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
             p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
             **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, EMIT=emit, TMA=tma, **meta,
@@ -190,7 +188,8 @@ class _Backward:
         launch(
             attention_bwd_dkdv_kernel, (grid_size(tiles.bound, p.kv_heads, persistent, x.info.sms),), x.device,
             q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv,
-            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), tiles.tiles, tiles.count,
+            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), x.act_ids,
+            tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.out, self.dout, dq, dk, dv), *bias_strides(x),
             x.batch, x.requests, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
             p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
@@ -201,29 +200,31 @@ class _Backward:
         x, p = self.x, self.x.plan
         block = 64 if p.dv_pad <= 64 else 32
         launch(
-            attention_bwd_delta_kernel, (-(-x.out_rows // block) * p.heads,), x.device,
+            attention_delta_kernel, (-(-x.out_rows // block) * p.heads,), x.device,
             self.out, self.dout, self.delta, *row_strides(self.out, self.dout), x.out_rows, self.delta_scale,
             H=p.heads, DV=p.dv, DV_PAD=p.dv_pad, BLOCK_M=block, num_warps=4,
         )  # fmt: skip
 
     def _own(self, dk: Tensor | None, dv: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the candidates' own rows: into dk, dv, or under request sharing into tensors of their own, which are returned."""
+        """dS of the candidates' own pairs into ``ds_own``, and the gradients of their own rows: into dk, dv, or under request sharing into
+        tensors of their own, which are returned."""
         x, p = self.x, self.x.plan
-        if (p.shared and not self.need_targets) or (not p.shared and dk is None):
-            return None, None
-        to_k, to_v = (_like(x.target_k), _like(x.target_v)) if p.shared else (dk, dv)
-        block = 16 if max(p.d_pad, p.dv_pad) > 128 else 32
-        tiles = x.q_tiles(block)
+        self.ds_own = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
+        to_k, to_v = dk, dv
+        if p.shared:
+            to_k, to_v = (_like(x.target_k), _like(x.target_v)) if self.need_targets else (None, None)
+        tiles = x.q_tiles(x.row_block)
         constants = p.constants(x.info.nvidia)
         for name in ("PRECISION", "CAUSAL", "WINDOW"):
             del constants[name]
         launch(
             attention_bwd_own_kernel, (grid_size(tiles.bound, p.kv_heads, 0, x.info.sms),), x.device,
-            x.q, self.dout, self.lse, self.delta, to_k, to_v,
-            x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.target_v, x.kv_index, *x.bias_args(), tiles.tiles, tiles.count,
-            *row_strides(x.q, self.dout, to_k, to_v, x.target_k, x.target_v), *bias_strides(x),
-            x.batch, x.out_rows, x.radius, x.edges, p.scale, self.ds_scale, self.dv_scale,
-            **constants, TIME_STEPS=x.time_steps, BLOCK_M=block, num_warps=4,
+            x.q, self.out, self.dout, self.lse, self.ds_own, to_k, to_v,
+            x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.target_v, x.kv_index, *x.bias_args(), x.act_ids,
+            tiles.tiles, tiles.count,
+            *row_strides(x.q, self.out, self.dout, to_k, to_v, x.target_k, x.target_v), *bias_strides(x),
+            x.batch, x.out_rows, x.radius, x.edges, p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
+            **constants, TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
         )  # fmt: skip
         return (to_k, to_v) if p.shared else (None, None)
 
@@ -243,8 +244,8 @@ class _Backward:
             q, k, v, dout = descriptors(tma, (x.q, m), (x.k, n), (x.v, n), (self.dout, m))
             launch(
                 attention_bwd_bias_kernel, (programs * p.heads,), x.device,
-                q, k, v, dout, self.lse, self.delta, partial, *x.sample_args(), *x.bias_args(), tiles.tiles, tiles.count,
-                *row_strides(x.q, x.k, x.v, self.dout, x.target_k, x.target_v), *bias_strides(x),
+                q, k, v, dout, self.lse, self.delta, partial, *x.sample_args(self.ds_own), *x.bias_args(), x.act_ids,
+                tiles.tiles, tiles.count, *row_strides(x.q, x.k, x.v, self.dout), *bias_strides(x),
                 x.out_rows, p.left, p.right, x.radius, x.edges, span + times, p.scale,
                 **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, TMA=tma, **meta,
             )  # fmt: skip

@@ -11,6 +11,7 @@ from gem_kernels.triton.attention.forward import attention_fwd_kernel
 from gem_kernels.triton.attention.forward_resident import attention_fwd_resident_kernel
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
+from gem_kernels.triton.attention.rows import attention_fwd_own_kernel
 from gem_kernels.triton.attention.tiles import tma_fits
 from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
@@ -57,13 +58,28 @@ def _stream(x: Inputs, out: Tensor, lse: Tensor | None, config: Config, *, subtr
     m, n, persistent = meta["BLOCK_M"], meta["BLOCK_N"], meta.pop("PERSISTENT")
     tiles = x.q_tiles(m)
     q, k, v = descriptors(tma, (x.q, m), (x.k, n), (x.v, n))
+    own = _own_scores(x) if p.targets else None
     launch(
         attention_fwd_kernel, (grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
-        q, k, v, out, lse, *x.sample_args(), *x.bias_args(), tiles.tiles, tiles.count,
-        *row_strides(x.q, x.k, x.v, out, x.target_k, x.target_v), *bias_strides(x),
+        q, k, v, out, lse, *x.sample_args(own, x.target_v), *x.bias_args(), x.act_ids, tiles.tiles, tiles.count,
+        *row_strides(x.q, x.k, x.v, out, x.target_v), *bias_strides(x),
         x.batch, x.q_len, x.out_rows, p.left, p.right, x.radius, x.edges, p.scale, p.out_scale * p.folded_gain,
         **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, SUBTRACT=subtract, POSITIVE=p.scale > 0, TMA=tma, **meta,
     )  # fmt: skip
+
+
+def _own_scores(x: Inputs) -> Tensor:
+    """``[H, rows]`` fp32: every candidate's score with its own key; other rows are not set."""
+    p = x.plan
+    own = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
+    tiles = x.q_tiles(x.row_block)
+    launch(
+        attention_fwd_own_kernel, (grid_size(tiles.bound, p.heads, 0, x.info.sms),), x.device,
+        x.q, own, x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.kv_index, *x.bias_args(), tiles.tiles, tiles.count,
+        *row_strides(x.q, x.target_k), *bias_strides(x), x.out_rows, x.radius, x.edges, p.scale,
+        H=p.heads, GROUP=p.group, D=p.d, D_PAD=p.d_pad, TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
+    )  # fmt: skip
+    return own
 
 
 def _resident(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:

@@ -19,7 +19,8 @@ from importlib import resources
 from typing import Any
 
 from gem_kernels.triton.common import tune
-from gem_kernels.triton.common.device import DeviceInfo
+from gem_kernels.triton.common.device import DeviceInfo, assumed
+from gem_kernels.triton.common.launch import compiling_every_candidate
 
 Config = dict[str, Any]
 Facts = tuple[tuple[str, Any], ...]
@@ -69,15 +70,15 @@ def choose(
     launches the kernel on the tensors at hand and may be repeated. Order: measured on this machine, committed table, measured now (on a
     chip without a table, or inside `tune.tuning`), best guess.
     """
-    arch = info.key
-    if tune.forced():
+    known = committed_rules(info.key, kernel.partition(".")[0]) is not None
+    if compiling_every_candidate():
+        for config in candidates():
+            run(config)
+    elif tune.forced():
         return tune.measured(kernel, facts, info, candidates, run)
-    remembered = tune.remembered(kernel, facts, info)
-    if remembered is not None:
-        return remembered
-    found = _committed(arch, kernel, facts)
+    found = tune.remembered(kernel, facts, info) or _committed(info.key, kernel, facts)
     if found is not None:
         return found
-    if committed_rules(arch, kernel.partition(".")[0]) is None and info.key != "interpreter":
-        return tune.measured(kernel, facts, info, candidates, run)
-    return candidates()[0]
+    if known or assumed():
+        return candidates()[0]
+    return tune.measured(kernel, facts, info, candidates, run)

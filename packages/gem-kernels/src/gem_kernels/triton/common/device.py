@@ -33,11 +33,12 @@ class DeviceInfo:
 
 
 INTERPRETER = DeviceInfo("interpreter", "Triton interpreter", 3, 1 << 20, False)
-_TARGETS = {
+TARGETS = {
     "sm_80": DeviceInfo("sm_80", "A100", 108, 163 << 10, True),
     "sm_90": DeviceInfo("sm_90", "H100/H200", 132, 227 << 10, True),
     "sm_100": DeviceInfo("sm_100", "B200", 148, 227 << 10, True),
 }
+"""What can be compiled for without being there."""
 _assumed: ContextVar[DeviceInfo | None] = ContextVar("gem_triton_assumed_device", default=None)
 
 
@@ -57,7 +58,7 @@ def on_cpu(target: str = "interpreter") -> Iterator[DeviceInfo]:
         )
     if target == "interpreter":
         _mend_interpreter()
-    info = INTERPRETER if target == "interpreter" else _TARGETS[target]
+    info = INTERPRETER if target == "interpreter" else TARGETS[target]
     token = _assumed.set(info)
     try:
         yield info
@@ -88,11 +89,16 @@ def _cuda_info(index: int) -> DeviceInfo:
     return DeviceInfo(f"sm_{props.major}{props.minor}", props.name, props.multi_processor_count, smem, True)
 
 
+def assumed() -> bool:
+    """Whether the device is assumed by `on_cpu`: nothing can be measured."""
+    return _assumed.get() is not None
+
+
 def device_info(device: torch.device) -> DeviceInfo:
     """What ``device`` is; the assumed device inside `on_cpu`."""
-    assumed = _assumed.get()
-    if assumed is not None:
-        return assumed
+    info = _assumed.get()
+    if info is not None:
+        return info
     return _cuda_info(device.index if device.index is not None else torch.cuda.current_device())
 
 

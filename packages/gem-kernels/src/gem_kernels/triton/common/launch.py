@@ -49,12 +49,14 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
 
 
 @contextlib.contextmanager
-def compile_only(target: str) -> Iterator[list[Compiled]]:
+def compile_only(target: str, every_candidate: bool = False) -> Iterator[list[Compiled]]:
     """Inside, every `launch` compiles for ``target`` (``sm_90``, ``sm_100``) and runs nothing. Needs no GPU; CPU tensors are accepted.
 
+    With ``every_candidate``, `configs.choose` goes through all candidate configurations instead of taking one, so that tuning later finds
+    them compiled. What is compiled goes to Triton's disk cache under the same key as at run time.
     Must not be used in a process with ``TRITON_INTERPRET=1``: functions decorated there cannot be compiled.
     """
-    recorder = _Recorder(int(target.removeprefix("sm_")))
+    recorder = _Recorder(int(target.removeprefix("sm_")), every_candidate)
     token = _recorder.set(recorder)
     try:
         with on_cpu(target):
@@ -63,9 +65,15 @@ def compile_only(target: str) -> Iterator[list[Compiled]]:
         _recorder.reset(token)
 
 
+def compiling_every_candidate() -> bool:
+    """Whether `compile_only` asked for all candidates."""
+    recorder = _recorder.get()
+    return recorder is not None and recorder.every_candidate
+
+
 class _Recorder:
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
+    def __init__(self, arch: int, every_candidate: bool) -> None:
+        self.arch, self.every_candidate = arch, every_candidate
         self.done: list[Compiled] = []
         self._seen: set[str] = set()
 

@@ -1,0 +1,5 @@
+"""Kernel benchmarks: ``python -m gem_kernels.bench <family> [options]``.
+
+Every result is checked against float64 before it is timed; times are medians of CUDA-graph replays with the variants interleaved; a matrix
+product and a copy of the same run are the ceilings that the rates are compared with.
+"""

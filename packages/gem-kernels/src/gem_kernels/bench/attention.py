@@ -1,0 +1,275 @@
+"""``python -m gem_kernels.bench attention``: `jagged_attention` and `gdpa` beside their peers, forward and backward.
+
+Examples::
+
+    python -m gem_kernels.bench attention --budget-seconds 500 --out results
+    python -m gem_kernels.bench attention --rows self-1024-s0.5,cross-1024x32-s0.5 --impls triton,triton-split
+    python -m gem_kernels.bench attention --tune --out results      # measure every candidate configuration first
+
+Columns: ms (median of CUDA-graph replays), eager_ms (the same call launched from Python), tflops, gbs (least bytes over time), of_gemm and
+of_floor (share of the in-run matrix product rate, and of the nearer of the arithmetic and the byte floor), error (largest relative error of
+the results against float64 on a few samples), peak_mib (memory an eager call allocates), vs_best (rate over the best peer's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import shlex
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.hookspecs import KernelSpec
+from gem_core.ops import attention_reference
+from gem_core.ops.contracts import GDPA
+from gem_kernels.bench.attention_peers import PEERS, Unavailable
+from gem_kernels.bench.attention_rows import ROWS, Data, Row, small
+from gem_kernels.bench.report import environment, say, write
+from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
+from gem_kernels.triton.attention.spec import specs
+from gem_kernels.triton.common import tune
+from gem_kernels.triton.common.device import TARGETS
+from gem_kernels.triton.common.launch import compile_only
+
+COLUMNS = ["row", "pass", "op", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_floor", "error", "peak_mib", "vs_best", "note"]
+_LIMIT = {"forward": 1e-2, "backward": 1.5e-2}
+"""Largest relative error that is timed: bf16 operands and fp32 accumulation give 2e-3 to 5e-3."""
+_CHECKED = 4
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m gem_kernels.bench attention", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", default="", help="comma-separated names (default: all): " + ", ".join(r.name for r in ROWS))
+    parser.add_argument("--impls", default="triton", help="implementations of this package (default: triton)")
+    parser.add_argument("--ops", default="jagged_attention,gdpa")
+    parser.add_argument("--budget-seconds", type=float, default=540.0, help="start no row after this time")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-eager", action="store_true", help="leave out the eager column and the peak memory")
+    parser.add_argument("--tune", action="store_true", help="measure all candidate configurations and use the best; they are in the JSON")
+    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile ahead (0: none)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", help="folder of the results (default: $OUT)")
+    args = parser.parse_args(argv)
+    started = time.monotonic()
+    names = args.rows.split(",") if args.rows else [r.name for r in ROWS]
+    rows = [r for r in ROWS if r.name in names]
+    compile_ahead(rows, args)
+    say(f"compiled ahead: {time.monotonic() - started:.0f} s")
+    limits = ceilings()
+    say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s, copy {limits.copy:.2f} TB/s")
+    command = "python -m gem_kernels.bench attention " + shlex.join(argv)
+    data: dict[str, Any] = {"environment": environment(command, gemm_tflops=limits.gemm, copy_tbs=limits.copy), "results": [], "tuned": []}
+    for row in rows:
+        if time.monotonic() - started > args.budget_seconds:
+            say(f"{row.name}: not run, the budget of {args.budget_seconds:.0f} s is used up")
+            continue
+        run_row(row, args, limits, data)
+        write(args.out, "attention", data, COLUMNS)
+        release()
+    return 0
+
+
+def compile_ahead(rows: list[Row], args: argparse.Namespace) -> None:
+    """Fill Triton's disk cache from several processes, so that the rows do not wait for the compiler one kernel at a time."""
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if not args.workers or target not in TARGETS:
+        return
+    jobs = [(row, op, pass_, target, args.tune) for row in rows for op in row.ops if op in args.ops for pass_ in ("forward", "backward")]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with concurrent.futures.ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
+        for job, fault in zip(jobs, pool.map(_compile_row, jobs)):
+            if fault:
+                say(f"compiling {job[0].name} {job[1]} {job[2]}: {fault}")
+
+
+def _compile_row(job: tuple[Row, str, str, str, bool]) -> str | None:
+    row, op, pass_, target, everything = job
+    try:
+        with compile_only(target, every_candidate=everything):
+            data = Data(small(row), "cpu")
+            spec = next(s for s in specs() if s.op == op and s.name == "triton")
+            problem, tensors = data.problem(op), tuple(data.tensors.values())
+            if pass_ == "forward":
+                spec.forward(problem, *tensors)
+            else:
+                saved = tensors if op == "gdpa" else (*tensors, data.dout, torch.zeros(row.heads, data.dout.shape[0]))
+                spec.backward(problem, saved, data.dout, _needs(data))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str, Any]) -> None:
+    """Check and time every variant of a row, print the lines, add them to ``data``."""
+    began = time.monotonic()
+    inputs = Data(row, "cuda")
+    rates: dict[str, float] = {}
+    lines: list[dict[str, Any]] = []
+    for pass_ in ("forward", "backward"):
+        variants, about = {}, {}
+        if not args.no_peers:
+            for name in row.peers:
+                with contextlib.suppress(_Skipped):
+                    variants[("jagged_attention", name)], about[("jagged_attention", name)] = _prepare_peer(inputs, name, pass_)
+        for op in row.ops:
+            if op not in args.ops:
+                continue
+            for name in args.impls.split(","):
+                found = [s for s in specs() if s.op == op and s.name == name]
+                if found and found[0].supports(inputs.problem(op)):
+                    try:
+                        variants[(op, name)], about[(op, name)] = _prepare(inputs, found[0], pass_, args, data)
+                    except Exception as error:
+                        say(f"  {row.name} {pass_} {op} {name}: {type(error).__name__}: {str(error)[:300]}")
+        times = interleaved_ms({f"{op}|{name}": run for (op, name), run in variants.items()}, rounds=args.rounds)
+        for (op, name), note in about.items():
+            ms = statistics.median(times[f"{op}|{name}"])
+            line = _line(inputs, row, pass_, op, name, ms, limits)
+            line |= note
+            lines.append(line)
+            rates[f"{pass_}|{op}|{name}"] = line["tflops"]
+        del variants
+        release()
+    for line in lines:
+        peers = [rates[key] for key in rates if key.startswith(line["pass"] + "|") and key.split("|")[2] in PEERS]
+        if peers and line["impl"] not in PEERS:
+            line["vs_best"] = line["tflops"] / max(peers)
+        data["results"].append(line)
+        values = {c: line[c] for c in COLUMNS[4:] if line.get(c) is not None}
+        shown = " ".join(f"{c}={v:.4g}" if isinstance(v, float) else f"{c}={v}" for c, v in values.items())
+        say(f"{line['row']:30s} {line['pass']:8s} {line['op']:16s} {line['impl']:14s} {shown}")
+    say(f"  ({time.monotonic() - began:.0f} s)")
+
+
+def _line(inputs: Data, row: Row, pass_: str, op: str, name: str, ms: float, limits: Ceilings) -> dict[str, Any]:
+    backward = pass_ == "backward"
+    flops, least = inputs.flops(backward), inputs.least_bytes(op == "jagged_attention", backward)
+    floor = max(flops / limits.gemm * 1e-9, least / limits.copy * 1e-9)
+    tflops = flops / ms * 1e-9
+    return {
+        "row": row.name, "pass": pass_, "op": op, "impl": name, "ms": ms, "tflops": tflops, "gbs": least / ms * 1e-6,
+        "of_gemm": tflops / limits.gemm, "of_floor": floor / ms,
+    }  # fmt: skip
+
+
+class _Skipped(Exception):
+    """The variant is not timed; the reason was printed."""
+
+
+def _needs(data: Data) -> tuple[bool, ...]:
+    return tuple(data.tensors[n] is not None for n in GDPA.differentiable)
+
+
+def _prepare(inputs: Data, spec: KernelSpec, pass_: str, args: argparse.Namespace, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Replay and notes of one of our implementations, after its results were checked."""
+    problem, tensors = inputs.problem(spec.op), tuple(inputs.tensors.values())
+    needs = _needs(inputs)
+    result, saved = spec.forward(problem, *tensors)
+
+    def forward() -> Any:
+        return spec.forward(problem, *tensors)
+
+    def backward() -> Any:
+        return spec.backward(problem, saved, inputs.dout, needs)
+
+    run = forward if pass_ == "forward" else backward
+    if args.tune:
+        with tune.tuning() as timings:
+            run()
+        data["tuned"] += timings
+    got = (result if spec.op == "gdpa" else result[0],) if pass_ == "forward" else backward()
+    error = check(inputs, spec.op, pass_, got)
+    if error > _LIMIT[pass_]:
+        raise ArithmeticError(f"relative error {error:.2e} against float64: not timed")
+    note: dict[str, Any] = {"error": error}
+    del got
+    if not args.no_eager:
+        note["peak_mib"] = peak_bytes(run) / 2**20
+        note["eager_ms"] = statistics.median(interleaved_ms({"eager": run}, rounds=3, target_ms=15)["eager"])
+    return capture(run), note
+
+
+def _prepare_peer(inputs: Data, name: str, pass_: str) -> tuple[Any, dict[str, Any]]:
+    row, t = inputs.row, inputs.tensors
+    try:
+        peer = PEERS[name](inputs)
+        leaves = getattr(peer, "leaves", None) or tuple(t[n].detach().requires_grad_() for n in ("q", "k", "v"))
+        dout = inputs.dout
+        stream().wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream()):
+            result = peer(*leaves)
+        torch.cuda.synchronize()
+        if result.shape != dout.shape:
+            dout = torch.randn_like(result)
+        error = None
+        if hasattr(peer, "leaves"):
+            note = {"note": "padded, unchecked"}
+        else:
+            got = (result.detach(),) if pass_ == "forward" else torch.autograd.grad(result, leaves, dout, retain_graph=True)
+            error = check(inputs, "jagged_attention", pass_, tuple(got))
+            note = {"error": error}
+            if error > _LIMIT[pass_]:
+                raise Unavailable(f"relative error {error:.2e} against float64")
+        if pass_ == "forward":
+            with torch.no_grad():
+                return capture(lambda: peer(*leaves)), note
+        return capture(lambda: torch.autograd.grad(result, leaves, dout, retain_graph=True)), note
+    except Exception as error:
+        say(f"  {row.name} {pass_} {name}: {type(error).__name__}: {str(error)[:200]}")
+        torch.cuda.synchronize()
+        raise _Skipped from None
+
+
+def check(inputs: Data, op: str, pass_: str, got: tuple[Tensor | None, ...]) -> float:
+    """Largest relative error of the results on a few samples (first, last, longest, shortest) against the reference in float64."""
+    row = inputs.row
+    by_length = inputs.k_lengths.argsort()
+    chosen = sorted({0, row.batch - 1, int(by_length[0]), int(by_length[-1])})[:_CHECKED]
+    worst = 0.0
+    for b in chosen:
+        one = _sample(inputs, b)
+        problem = inputs.problem(op)
+        if pass_ == "forward":
+            run = attention_reference.gdpa_forward if op == "gdpa" else attention_reference.jagged_attention_forward
+            want, _ = run(problem, *one.tensors)
+            worst = max(worst, relative_error(got[0][one.out], want if op == "gdpa" else want[0]))
+            continue
+        run = attention_reference.gdpa_backward if op == "gdpa" else attention_reference.jagged_attention_backward
+        extra = () if op == "gdpa" else attention_reference.jagged_attention_forward(problem, *one.tensors)[0]
+        names = GDPA.differentiable[:3]
+        want = run(problem, (*one.tensors, *extra), inputs.dout[one.out].double(), tuple(n in names for n in GDPA.differentiable))
+        for name, mine, reference in zip(names, got, want):
+            if name == "q" and row.broadcast:
+                continue
+            worst = max(worst, relative_error(mine[one.q if name == "q" else one.k], reference))
+    return worst
+
+
+class _sample:
+    """Sample ``b`` of a row by itself, in float64: its tensors, and where its rows are in the whole."""
+
+    def __init__(self, inputs: Data, b: int) -> None:
+        t, row = inputs.tensors, inputs.row
+        k0, k1 = (int(x) for x in t["k_offsets"][b : b + 2])
+        q0, q1 = (0, row.q[0]) if row.broadcast else (int(x) for x in t["q_offsets"][b : b + 2])
+        self.q, self.k = slice(q0, q1), slice(k0, k1)
+        self.out = slice(b * row.q[0], (b + 1) * row.q[0]) if row.broadcast else self.q
+        own: dict[str, Tensor | None] = dict(t)
+        own["q"], own["k"], own["v"] = t["q"][self.q].double(), t["k"][self.k].double(), t["v"][self.k].double()
+        own["k_offsets"] = torch.tensor([0, k1 - k0], device="cuda")
+        if not row.broadcast:
+            own["q_offsets"] = torch.tensor([0, q1 - q0], device="cuda")
+        for name in ("num_targets", "context_len"):
+            own[name] = None if t[name] is None else t[name][b : b + 1]
+        for name, rows in (("bias_q_times", self.q), ("bias_k_times", self.k)):
+            own[name] = None if t[name] is None else t[name][rows]
+        self.tensors = tuple(own.values())

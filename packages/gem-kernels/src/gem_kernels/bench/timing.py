@@ -1,0 +1,114 @@
+"""How kernels are timed: CUDA-graph replays, variants interleaved, medians; and the machine's ceilings measured in the same run."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """``gemm`` in TFLOP/s (bf16, 8192 cubed), ``copy`` in TB/s (bytes read plus written, 2 GiB each way)."""
+
+    gemm: float
+    copy: float
+
+
+@functools.lru_cache(maxsize=1)
+def stream() -> torch.cuda.Stream:
+    """The stream that graphs are captured on. A backward pass can only be captured on the stream that its forward ran on."""
+    return torch.cuda.Stream()
+
+
+def capture(run: Run) -> Run:
+    """Record ``run`` in a CUDA graph after a warm-up; gives the replay. What it allocates lives in the graph's pool."""
+    stream().wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream()):
+        run()
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream()):
+        kept = run()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def interleaved_ms(variants: dict[str, Run], *, rounds: int = 7, target_ms: float = 30.0) -> dict[str, list[float]]:
+    """Milliseconds of one call of each variant, a value a round. In every round each variant runs for about ``target_ms`` in turn, so that
+    a clock that drifts drifts for all."""
+    repeats = {}
+    for name, run in variants.items():
+        run()
+        repeats[name] = max(1, min(200, int(target_ms / max(_elapsed(run, 2), 1e-3))))
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            times[name].append(_elapsed(run, repeats[name]))
+    return times
+
+
+def median_ms(run: Run, **settings: float) -> float:
+    """Median of one variant."""
+    return statistics.median(interleaved_ms({"run": run}, **settings)["run"])  # type: ignore[arg-type]
+
+
+def _elapsed(run: Run, repeats: int) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
+def ceilings() -> Ceilings:
+    """Measure both ceilings on random data."""
+    return Ceilings(_gemm_tflops(), _copy_tbs())
+
+
+def _gemm_tflops(n: int = 8192) -> float:
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    return 2 * n**3 / median_ms(capture(lambda: torch.mm(a, b, out=c))) * 1e-9
+
+
+def _copy_tbs(size: int = 1 << 31) -> float:
+    source = torch.randn(size // 4, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / median_ms(capture(lambda: target.copy_(source))) * 1e-9
+
+
+def release() -> None:
+    """Give cached device memory back, so that the next row's peak is its own."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def peak_bytes(run: Run) -> int:
+    """Most device memory that an eager call allocates beyond what was there."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """‖value − reference‖ / ‖reference‖ in float64; NaN counts as infinite."""
+    difference = (value.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-300)
+    return float("inf") if bool(torch.isnan(difference)) else float(difference)

@@ -53,10 +53,10 @@ class Plan:
         # A rank with one sample fewer than the longest leaves one for each coming step, so that no batch is empty while others go on.
         return full if self.drop_last else min(full, max(0, stop - start - (self.steps - step)))
 
-    def read(self, rank: int, step: int) -> list[Span]:
-        """Samples of the epoch's order that the rank reads in ``step`` (0-based)."""
+    def read(self, rank: int, first: int, stop: int | None = None) -> list[Span]:
+        """Samples of the epoch's order that the rank reads in the steps ``first <= step < stop`` (None: in step ``first`` only)."""
         start, _ = self.share(rank)
-        return self._between(start + self.taken(rank, step), start + self.taken(rank, step + 1))
+        return self._between(start + self.taken(rank, first), start + self.taken(rank, first + 1 if stop is None else stop))
 
     def rest(self, step: int) -> tuple[Span, ...]:
         """What no rank has read after ``step`` steps."""

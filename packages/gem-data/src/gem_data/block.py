@@ -1,0 +1,153 @@
+"""Packed rows on the host, between a decoded row group and a Batch: take, join, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gem_core.batch import Batch, SequenceGroup, SparseGroup
+from gem_core.config.features import Features
+from gem_core.jagged import Jagged
+
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
+TIMES = "\0time"
+"""Key of the event times in a group's bag: no field can have this name."""
+Rows = slice | Ints
+"""Which rows: a slice of step 1, or row numbers in any order."""
+
+
+def flat_index(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """(offsets of the taken rows ``[k+1]``, positions of their values)."""
+    starts = offsets[rows]
+    lengths = offsets[rows + 1] - starts
+    taken = np.zeros(rows.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=taken[1:])
+    index = np.repeat(starts - taken[:-1], lengths)
+    index += np.arange(taken[-1])
+    return taken, index
+
+
+@dataclass(frozen=True)
+class Bag:
+    """Values that share ``offsets [n+1]``: each ``[N, ...]``, or again a Bag over the N values."""
+
+    offsets: Ints
+    values: dict[str, Array | Bag]
+
+    def take(self, rows: Rows) -> Bag:
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(self.offsets.size - 1)
+            a, b = self.offsets[start], self.offsets[stop]
+            inner: Rows = slice(a, b)
+            offsets = self.offsets[start : stop + 1] - a
+        else:
+            offsets, inner = flat_index(self.offsets, rows)
+        return Bag(offsets, {k: v.take(inner) if isinstance(v, Bag) else _rows(v, inner) for k, v in self.values.items()})
+
+    @staticmethod
+    def join(bags: Sequence[Bag]) -> Bag:
+        ends = np.cumsum([b.offsets[-1] for b in bags])
+        offsets = [bags[0].offsets, *(b.offsets[1:] + end for b, end in zip(bags[1:], ends))]
+        joined: dict[str, Array | Bag] = {}
+        for key, first in bags[0].values.items():
+            parts: Any = [b.values[key] for b in bags]
+            joined[key] = Bag.join(parts) if isinstance(first, Bag) else np.concatenate(parts)
+        return Bag(np.concatenate(offsets), joined)
+
+
+@dataclass(frozen=True)
+class Block:
+    """``size`` rows: ``fixed`` arrays ``[n, ...]`` and ``bags``, by keys such as "dense", "labels", "sparse.NAME", "sequences.GROUP".
+
+    ``good [n]`` is False for rows that were quarantined, None if all are good.
+    """
+
+    size: int
+    fixed: dict[str, Array] = field(default_factory=dict)
+    bags: dict[str, Bag] = field(default_factory=dict)
+    good: NDArray[np.bool_] | None = None
+
+    def take(self, rows: Rows) -> Block:
+        """A copy of these rows, without quarantined ones."""
+        if self.good is not None:
+            rows = np.arange(self.size)[rows] if isinstance(rows, slice) else rows
+            rows = rows[self.good[rows]]
+        size = len(range(*rows.indices(self.size))) if isinstance(rows, slice) else rows.size
+        return Block(size, {k: _rows(v, rows) for k, v in self.fixed.items()}, {k: b.take(rows) for k, b in self.bags.items()})
+
+    @staticmethod
+    def join(blocks: Sequence[Block]) -> Block:
+        """The rows of all blocks, one after another."""
+        if len(blocks) == 1:
+            return blocks[0]
+        first = blocks[0]
+        good = None
+        if any(b.good is not None for b in blocks):
+            good = np.concatenate([np.ones(b.size, dtype=bool) if b.good is None else b.good for b in blocks])
+        return Block(
+            sum(b.size for b in blocks),
+            {k: np.concatenate([b.fixed[k] for b in blocks]) for k in first.fixed},
+            {k: Bag.join([b.bags[k] for b in blocks]) for k in first.bags},
+            good,
+        )
+
+    def to_batch(self, features: Features) -> Batch:
+        """The rows as a Batch of the declared features. Shares memory with the block."""
+        fixed = {k: torch.from_numpy(v) for k, v in self.fixed.items() if v.dtype != object}
+        ids = self.fixed.get("sample_ids")
+        return Batch(
+            size=self.size,
+            dense=fixed.get("dense"),
+            dense_names=tuple(features.dense),
+            vectors={name: fixed[f"vectors.{name}"] for name in features.vectors},
+            sparse=self._sparse(features) if features.sparse else None,
+            sequences={name: self._sequence(name, features) for name in features.sequences},
+            labels=fixed.get("labels"),
+            label_names=tuple(features.labels),
+            label_mask=fixed.get("label_mask"),
+            weights=fixed.get("weights"),
+            timestamps=fixed.get("timestamps"),
+            columns={name: fixed[f"columns.{name}"] for name in features.columns},
+            sample_ids=ids.tolist() if ids is not None and ids.dtype == object else fixed.get("sample_ids"),
+        )
+
+    def _sparse(self, features: Features) -> SparseGroup:
+        values, lengths, weights = [], [], []
+        for name, spec in features.sparse.items():
+            bag = self.bags.get(f"sparse.{name}")
+            values.append(bag.values["ids"] if bag is not None else self.fixed[f"sparse.{name}"])
+            lengths.append(np.diff(bag.offsets) if bag is not None else np.ones(self.size, dtype=np.int64))
+            if spec.weights is not None:
+                weights.append(bag.values["weights"] if bag is not None else self.fixed[f"sparse.{name}.weights"])
+            else:
+                weights.append(np.ones(len(values[-1]), dtype=np.float32))
+        weighted = any(spec.weights is not None for spec in features.sparse.values())
+        return SparseGroup(
+            tuple(features.sparse),
+            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(np.concatenate(lengths)),
+            torch.from_numpy(np.concatenate(weights)) if weighted else None,
+            (0, *np.cumsum([len(v) for v in values]).tolist()),
+        )
+
+    def _sequence(self, name: str, features: Features) -> SequenceGroup:
+        bag, spec = self.bags[f"sequences.{name}"], features.sequences[name]
+        values = {k: _tensor(v) for k, v in bag.values.items() if k in spec.fields}
+        times = None if spec.timestamps is None else torch.from_numpy(bag.values[TIMES])
+        return SequenceGroup(torch.from_numpy(bag.offsets), values, times, spec.max_length)
+
+
+def _rows(values: Array, rows: Rows) -> Array:
+    return values[rows].copy() if isinstance(rows, slice) else values.take(rows, axis=0)
+
+
+def _tensor(value: Array | Bag) -> Any:
+    if isinstance(value, Bag):
+        return Jagged(torch.from_numpy(value.values["ids"]), torch.from_numpy(value.offsets))
+    return torch.from_numpy(value)

@@ -1,0 +1,145 @@
+"""Where a declared column is in a file, and the rows of one row group with their place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from gem_core.errors import DataError
+from gem_data.arrow import Ints, Lists, WrongType, is_list, lists, plain
+from gem_data.files import DataFile
+
+
+@dataclass(frozen=True)
+class Located:
+    """``leaves`` to read; ``top`` column and ``child`` of its struct, or the ``constant`` of a ``key=value`` folder."""
+
+    leaves: tuple[str, ...]
+    top: str
+    child: str | None = None
+    constant: str | None = None
+
+
+def locate(file: DataFile, name: str) -> Located:
+    """Find ``name``: a column, ``column.child`` of a struct or a list of structs, or a folder of the path.
+
+    :raises DataError: no such column, or two of the name.
+    """
+    names = file.schema.names
+    if names.count(name) > 1:
+        raise DataError(f"{names.count(name)} columns have the name {name!r}", where=file.path, fix="rename all but one")
+    if name in names:
+        return Located(tuple(leaf for leaf in file.leaves if leaf == name or leaf.startswith(f"{name}.")), name)
+    for key, value in file.partition:
+        if key == name:
+            return Located((), name, constant=value)
+    for top in sorted((t for t in names if name.startswith(f"{t}.")), key=len, reverse=True):
+        kind, child = file.schema.field(top).type, name[len(top) + 1 :]
+        nested = is_list(kind)
+        struct = kind.value_type if nested else kind
+        if pa.types.is_struct(struct) and struct.get_field_index(child) >= 0:
+            # A list of structs has two levels of its own (three-level lists) or one (old writers) before the child's name.
+            ends = [
+                f"{top}.{way}{child}"
+                for way in (("list.element.", "list.item.", "list.array.", "array.", "element.", "item.") if nested else ("",))
+            ]
+            leaves = tuple(leaf for leaf in file.leaves if any(leaf == e or leaf.startswith(f"{e}.") for e in ends))
+            return Located(leaves or tuple(leaf for leaf in file.leaves if leaf.startswith(f"{top}.")), top, child)
+    raise missing(file, name)
+
+
+def missing(file: DataFile, name: str) -> DataError:
+    names = [*file.schema.names, *(key for key, _ in file.partition)]
+    near = get_close_matches(name, names, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    shown = ", ".join(map(repr, names[:30])) + (", ..." if len(names) > 30 else "")
+    return DataError(
+        f"the column {name!r} is missing",
+        where=file.path,
+        fix=f'{hint}the file has {shown}; set column = "..." in [features], or write the column',
+    )
+
+
+class Chunk:
+    """The rows of one row group that pass the filter. ``kept``: their numbers in the row group, None if all are there."""
+
+    def __init__(self, file: DataFile, row_group: int, table: pa.Table, size: int, kept: Ints | None = None) -> None:
+        self.file, self.row_group, self.table, self.size, self.kept = file, row_group, table, size, kept
+        self.reasons: dict[int, str] = {}
+        self._lists: dict[str, Lists] = {}
+
+    def array(self, name: str) -> pa.Array:
+        """The column as one plain array ``[n]`` of whatever type."""
+        place = locate(self.file, name)
+        if place.constant is not None:
+            text = place.constant
+            return pa.repeat(pa.scalar(int(text) if text.lstrip("-").isdecimal() else text), self.size)
+        array = plain(self.table[place.top])
+        return plain(pc.struct_field(array, place.child)) if place.child is not None and pa.types.is_struct(array.type) else array
+
+    def scalar(self, name: str) -> pa.Array:
+        """The column as one plain array ``[n]`` of single values."""
+        array = self.array(name)
+        if is_list(array.type):
+            fix = "declare the feature as a list (a sparse feature or an event field), or flatten the column"
+            self.wrong_type(name, WrongType(array.type, "one value a row", fix))
+        return array
+
+    def is_list(self, name: str) -> bool:
+        place = locate(self.file, name)
+        return place.constant is None and is_list(self.table.schema.field(place.top).type)
+
+    def lists(self, name: str) -> Lists:
+        """The list column's items and offsets; of a list of structs, the items of one child."""
+        place = locate(self.file, name)
+        if place.top not in self._lists:
+            try:
+                if place.constant is not None:
+                    raise WrongType(pa.string(), "a list", "a folder name holds one value for all rows")
+                self._lists[place.top] = lists(self.table[place.top])
+            except WrongType as error:
+                self.wrong_type(name, error)
+        found = self._lists[place.top]
+        return found if place.child is None else Lists(plain(pc.struct_field(found.values, place.child)), found.offsets)
+
+    @cached_property
+    def good(self) -> NDArray[np.bool_] | None:
+        """False at rows with a reason; None if there are none."""
+        if not self.reasons:
+            return None
+        mask = np.ones(self.size, dtype=bool)
+        mask[list(self.reasons)] = False
+        return mask
+
+    def row_in_group(self, row: int) -> int:
+        return int(row if self.kept is None else self.kept[row])
+
+    def where(self, columns: str | Iterable[str], row: int | None = None, feature: str | None = None) -> str:
+        named = [columns] if isinstance(columns, str) else list(columns)
+        parts = [self.file.path]
+        if row is not None:
+            at = self.row_in_group(row)
+            parts.append(f"row group {self.row_group}, row {at} (row {self.file.first_row(self.row_group) + at} of the file)")
+        parts.append(("column " if len(named) == 1 else "columns ") + ", ".join(map(repr, named)))
+        if feature:
+            parts.append(f"features.{feature}")
+        return ", ".join(parts)
+
+    def fail(self, what: str, fix: str, columns: str | Iterable[str], row: int | None = None, feature: str | None = None) -> NoReturn:
+        raise DataError(what, where=self.where(columns, row, feature), fix=fix)
+
+    def wrong_type(self, column: str, error: WrongType, feature: str | None = None) -> NoReturn:
+        raise DataError(str(error), where=self.where(column, feature=feature), fix=error.fix) from error
+
+    def refuse(self, rows: Sequence[int] | Ints, reason: str) -> None:
+        """Quarantine these rows."""
+        for row in np.unique(rows).tolist():
+            self.reasons.setdefault(row, reason)

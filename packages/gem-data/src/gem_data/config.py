@@ -1,0 +1,45 @@
+"""``[data.parquet]``: where the files are and how they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from gem_core.config.base import FrozenConfig
+from gem_core.errors import ConfigError
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+
+class ParquetConfig(FrozenConfig):
+    """Files, folders (read recursively, in the order of their names) or patterns of each split, relative to ``root``."""
+
+    root: str = Field(".", description="folder or fsspec URL that relative paths start from")
+    train: Paths = ()
+    eval: Paths = ()
+    test: Paths = ()
+    train_filter: str | None = Field(None, description='row filter of this split, such as "day < 12"; with features.filter, both must hold')
+    eval_filter: str | None = None
+    test_filter: str | None = None
+    shuffle: bool = Field(True, description="shuffle the training split: order of row groups, and rows within a window of them")
+    window: int = Field(65_536, gt=0, description="rows shuffled together, at least; a window is made of whole row groups")
+    prefetch: int = Field(4, ge=0, description="batches kept ready by background threads; 0: no threads")
+    quarantine: str | None = Field(None, description='folder for the rows that features with policy = "quarantine" refuse')
+
+    def paths(self, split: str) -> tuple[str, ...]:
+        """Paths of "train", "eval" or "test", as written."""
+        if split not in ("train", "eval", "test"):
+            raise ConfigError(f"there is no split {split!r}", where="[data.parquet]", fix="use train, eval or test")
+        found: tuple[str, ...] = getattr(self, split)
+        if not found:
+            raise ConfigError(
+                f"no files are declared for the split {split!r}",
+                where="[data.parquet]",
+                fix=f'add {split} = ["path/to/{split}.parquet"], or --set \'data.parquet.{split}=["..."]\'',
+            )
+        return found
+
+    def filter(self, split: str) -> str | None:
+        found: str | None = getattr(self, f"{split}_filter")
+        return found

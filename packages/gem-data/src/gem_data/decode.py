@@ -1,0 +1,251 @@
+"""The ``[features]`` table applied to the rows of a row group."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from gem_core.config.features import Features, Ids, Sequence
+from gem_core.errors import ConfigError
+from gem_core.sources.hashing import salt_of
+from gem_data import arrow, values
+from gem_data.arrow import Ints
+from gem_data.block import TIMES, Array, Bag, Block
+from gem_data.columns import Chunk, locate
+from gem_data.files import DataFile
+from gem_data.values import Site
+
+
+class Decoder:
+    """Turns chunks into blocks. ``columns``: all columns that the features read."""
+
+    def __init__(self, features: Features) -> None:
+        self.features = features
+        self._tables: dict[str, tuple[int, int]] = {}
+        for path, ids in features.id_features().items():
+            rows = features.rows_of(path)
+            _check_ids(path, ids, rows)
+            self._tables[path] = rows, salt_of(features.table_of(path)) if ids.salt is None else ids.salt
+        for name, spec in features.dense.items():
+            if spec.policy == "default" and spec.default is None:
+                raise _needs_default(f"dense.{name}")
+        self.columns = tuple(dict.fromkeys(self._columns()))
+        if not self.columns:
+            raise ConfigError("[features] declares nothing to read", fix="run 'gemrec data inspect PATH' for a table that fits a file")
+
+    def leaves(self, file: DataFile, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Leaf columns of ``file`` to read for the features and for ``more`` columns.
+
+        :raises DataError: a column is missing.
+        """
+        return tuple(dict.fromkeys(leaf for name in (*self.columns, *more) for leaf in locate(file, name).leaves))
+
+    def check(self, file: DataFile) -> None:
+        """Raise what the file's schema alone shows to be wrong: missing columns and wrong types."""
+        self.leaves(file)
+        self.decode(Chunk(file, 0, file.schema.empty_table(), 0))
+
+    def decode(self, chunk: Chunk) -> Block:
+        """All features of the chunk's rows.
+
+        :raises DataError: a value that the declaration refuses; the message names file, row, column, feature and cure.
+        """
+        f, n = self.features, chunk.size
+        fixed: dict[str, Array] = {}
+        bags: dict[str, Bag] = {}
+        if f.dense:
+            matrix = np.empty((n, len(f.dense)), dtype=np.float32)
+            for i, (name, dense) in enumerate(f.dense.items()):
+                site = Site(chunk, dense.column or name, f"dense.{name}")
+                matrix[:, i] = values.dense(site, chunk.scalar(site.column), dense)
+            fixed["dense"] = matrix
+        for name, vector in f.vectors.items():
+            site = Site(chunk, vector.column or name, f"vectors.{name}")
+            fixed[f"vectors.{name}"] = values.vectors(site, chunk.array(site.column), vector.dim)
+        for name in f.sparse:
+            self._sparse(chunk, name, fixed, bags)
+        for name in f.sequences:
+            bags[f"sequences.{name}"] = self._sequence(chunk, name)
+        if f.labels:
+            fixed["labels"], fixed["label_mask"] = self._labels(chunk)
+        if f.weight is not None:
+            fixed["weights"] = self._weights(chunk, f.weight)
+        if f.timestamp is not None:
+            site = Site(chunk, f.timestamp, "timestamp")
+            fixed["timestamps"] = values.complete(site, *site.read(arrow.times, chunk.scalar(f.timestamp), f.timestamp_unit), "a timestamp")
+        for name in f.columns:
+            fixed[f"columns.{name}"] = values.carried(Site(chunk, name, "columns"), chunk.scalar(name))
+        if f.sample_id is not None:
+            fixed["sample_ids"] = values.sample_ids(Site(chunk, f.sample_id, "sample_id"), chunk.scalar(f.sample_id))
+        return Block(n, fixed, bags, chunk.good)
+
+    def _columns(self) -> list[str]:
+        f = self.features
+        found = [spec.column or name for kind in (f.dense, f.vectors, f.sparse, f.labels) for name, spec in kind.items()]
+        found += [spec.weights for spec in f.sparse.values() if spec.weights]
+        found += [label.mask for label in f.labels.values() if label.mask]
+        for group in f.sequences.values():
+            found += [field.column or name for name, field in group.fields.items()]
+            found += [group.timestamps] if group.timestamps else []
+        return found + [c for c in (f.sample_id, f.timestamp, f.weight) if c] + list(f.columns)
+
+    def _sparse(self, chunk: Chunk, name: str, fixed: dict[str, Array], bags: dict[str, Bag]) -> None:
+        spec, path = self.features.sparse[name], f"sparse.{name}"
+        column = spec.column or name
+        rows, salt = self._tables[path]
+        if not chunk.is_list(column):
+            fixed[path] = values.ids(Site(chunk, column, path), chunk.scalar(column), spec, rows, salt)
+            if spec.weights is not None:
+                fixed[f"{path}.weights"] = self._weights(chunk, spec.weights)
+            return
+        found = chunk.lists(column)
+        parts: dict[str, pa.Array] = {column: found.values}
+        if spec.weights is not None:
+            weights = chunk.lists(spec.weights)
+            _check_lengths(chunk, {column: found.offsets, spec.weights: weights.offsets}, path)
+            parts[spec.weights] = weights.values
+        offsets, keep = _newest(found.offsets, 0, spec.max_length)
+        site = Site(chunk, column, path, (offsets,))
+        bag: dict[str, Array | Bag] = {"ids": values.ids(site, _kept(parts[column], keep), spec, rows, salt)}
+        if spec.weights is not None:
+            at = Site(chunk, spec.weights, path, (offsets,))
+            bag["weights"] = _usable_weights(at, *at.read(arrow.floats, _kept(parts[spec.weights], keep)))
+        bags[path] = Bag(offsets, bag)
+
+    def _sequence(self, chunk: Chunk, name: str) -> Bag:
+        spec, path = self.features.sequences[name], f"sequences.{name}"
+        found = {field.column or key: chunk.lists(field.column or key) for key, field in spec.fields.items()}
+        if spec.timestamps is not None:
+            found[spec.timestamps] = chunk.lists(spec.timestamps)
+        _check_lengths(chunk, {column: lists.offsets for column, lists in found.items()}, path)
+        offsets, keep = _newest(next(iter(found.values())).offsets, spec.drop_first, None)
+        times = self._times(chunk, spec, path, _kept(found[spec.timestamps].values, keep), offsets) if spec.timestamps else None
+        order: Ints | None = None
+        if times is not None and spec.order != "trust":
+            order = self._order(chunk, spec, path, offsets, times)
+        newest, last = _newest(offsets, 0, spec.max_length)
+        bag: dict[str, Array | Bag] = {}
+
+        def arranged(items: pa.Array) -> pa.Array:
+            items = _kept(items, keep)
+            return _kept(items if order is None else items.take(pa.array(order)), last)
+
+        for key, field in spec.fields.items():
+            column = field.column or key
+            site = Site(chunk, column, f"{path}.fields.{key}", (newest,))
+            items = arranged(found[column].values)
+            if field.kind == "float":
+                bag[key] = values.event_floats(site, items, field)
+            elif field.kind == "vector":
+                assert field.dim is not None  # Features._check
+                bag[key] = values.vectors(site, items, field.dim)
+            else:
+                rows, salt = self._tables[site.feature]
+                if arrow.is_list(items.type):
+                    inner = arrow.lists(items)
+                    nested = Site(chunk, column, site.feature, (newest, inner.offsets))
+                    bag[key] = Bag(inner.offsets, {"ids": values.ids(nested, inner.values, field, rows, salt)})
+                else:
+                    bag[key] = values.ids(site, items, field, rows, salt)
+        if times is not None:
+            times = times if order is None else times[order]
+            bag[TIMES] = times if last is None else times[last]
+        return Bag(newest, bag)
+
+    @staticmethod
+    def _times(chunk: Chunk, spec: Sequence, path: str, items: pa.Array, offsets: Ints) -> Ints:
+        site = Site(chunk, spec.timestamps or "", path, (offsets,))
+        found: Ints = values.complete(site, *site.read(arrow.times, items, spec.time_unit), "the time of an event")
+        return found
+
+    @staticmethod
+    def _order(chunk: Chunk, spec: Sequence, path: str, offsets: Ints, times: Ints) -> Ints | None:
+        """Positions in time order where some history is out of order (order = "sort"), None if all are in order."""
+        falls = np.flatnonzero(times[1:] < times[:-1]) + 1
+        falls = falls[~np.isin(falls, offsets)]
+        if not falls.size:
+            return None
+        if spec.order == "error":
+            position = int(falls[0])
+            Site(chunk, spec.timestamps or "", path, (offsets,)).fail(
+                f"the times of a history decrease: {int(times[position - 1])}, then {int(times[position])}",
+                'sort the events, or set order = "sort" (sorted on reading) or "trust" (left as they are)',
+                position,
+            )
+        row = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+        return np.lexsort((times, row))
+
+    def _labels(self, chunk: Chunk) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        specs = self.features.labels
+        found = np.empty((chunk.size, len(specs)), dtype=np.float32)
+        masks = np.ones((chunk.size, len(specs)), dtype=bool)
+        for i, (name, spec) in enumerate(specs.items()):
+            if spec.mask is not None:
+                at = Site(chunk, spec.mask, f"labels.{name}.mask")
+                masks[:, i] = values.complete(at, *at.read(arrow.booleans, chunk.scalar(spec.mask)), "a mask")
+            site = Site(chunk, spec.column or name, f"labels.{name}")
+            found[:, i] = values.labels(site, chunk.scalar(site.column), spec.threshold, masks[:, i])
+        return found, masks
+
+    @staticmethod
+    def _weights(chunk: Chunk, column: str) -> NDArray[np.float32]:
+        site = Site(chunk, column, "weight")
+        return _usable_weights(site, *site.read(arrow.floats, chunk.scalar(column)))
+
+
+def _usable_weights(site: Site, found: Array, missing: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+    found = values.complete(site, found, missing, "a weight")
+    bad = ~(np.isfinite(found) & (found >= 0))
+    if bad.any():
+        position = int(np.flatnonzero(bad)[0])
+        site.fail(f"the weight {found[position]} cannot be used", "weights must be finite and not negative", position)
+    return found.astype(np.float32)
+
+
+def _newest(offsets: Ints, drop: int, limit: int | None) -> tuple[Ints, Ints | None]:
+    """(new offsets, positions kept; None: all) after dropping the first ``drop`` items of each row and all but the last ``limit``."""
+    lengths = np.diff(offsets)
+    kept = np.maximum(lengths - drop, 0) if drop else lengths
+    if limit is not None:
+        kept = np.minimum(kept, limit)
+    if np.array_equal(kept, lengths):
+        return offsets, None
+    fresh = np.zeros_like(offsets)
+    np.cumsum(kept, out=fresh[1:])
+    index = np.repeat(offsets[1:] - kept - fresh[:-1], kept)
+    index += np.arange(fresh[-1])
+    return fresh, index
+
+
+def _kept(items: pa.Array, index: Ints | None) -> pa.Array:
+    return items if index is None else items.take(pa.array(index))
+
+
+def _check_lengths(chunk: Chunk, offsets: dict[str, Ints], feature: str) -> None:
+    (first, want), *others = offsets.items()
+    for column, have in others:
+        if have is want or np.array_equal(have, want):
+            continue
+        row = int(np.flatnonzero(np.diff(have) != np.diff(want))[0])
+        lengths = f"{int(want[row + 1] - want[row])} in {first!r}, {int(have[row + 1] - have[row])} in {column!r}"
+        chunk.fail(
+            f"the lists of one group have different lengths: {lengths}",
+            "all list columns of a group must hold one entry an event; write them together, or declare two groups",
+            (first, column),
+            row,
+            feature,
+        )
+
+
+def _check_ids(path: str, ids: Ids, rows: int) -> None:
+    if ids.policy == "default" and ids.default is None:
+        raise _needs_default(path)
+    if ids.default is not None and not 0 <= ids.default < rows:
+        raise ConfigError(
+            f"default = {ids.default} does not fit the table of {rows} rows", where=f"features.{path}", fix=f"use 0 to {rows - 1}"
+        )
+
+
+def _needs_default(path: str) -> ConfigError:
+    return ConfigError('policy = "default" needs a default', where=f"features.{path}", fix="add default = ...")

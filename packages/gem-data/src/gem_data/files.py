@@ -1,0 +1,229 @@
+"""Finding, opening and reading Parquet files, with every failure named."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from gem_core.errors import DataError
+
+_MAGIC = b"PAR1"
+_OPEN_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One readable Parquet file as it was when the source was made.
+
+    ``rows``: of each row group; ``leaves``: dotted paths of its leaf columns; ``partition``: from ``key=value`` folders.
+    """
+
+    path: str
+    filesystem: pafs.FileSystem
+    size: int
+    modified: int | None
+    rows: tuple[int, ...]
+    schema: pa.Schema
+    leaves: tuple[str, ...]
+    partition: tuple[tuple[str, str], ...] = ()
+
+    def first_row(self, row_group: int) -> int:
+        """Number of the row group's first row within the file."""
+        return sum(self.rows[:row_group])
+
+
+def find_files(paths: Sequence[str], root: str = ".") -> list[DataFile]:
+    """Open all files under ``paths`` (files, folders, patterns with ``*``, fsspec URLs) and read their footers.
+
+    :raises DataError: a path that matches nothing, a folder without Parquet files, a file that is not Parquet or is cut off.
+    """
+    if isinstance(paths, str):
+        paths = [paths]
+    if not paths:
+        raise DataError("no paths were given", fix="name at least one file, folder or pattern")
+    found: list[tuple[pafs.FileSystem, str, str]] = []
+    for path in paths:
+        found += _expand(path, root)
+    seen: set[str] = set()
+    unique = [f for f in found if not (f[1] in seen or seen.add(f[1]))]  # type: ignore[func-returns-value]
+    with ThreadPoolExecutor(min(8, len(unique))) as pool:
+        return list(pool.map(lambda f: _footer(*f), unique))
+
+
+def _expand(path: str, root: str) -> list[tuple[pafs.FileSystem, str, str]]:
+    """(filesystem, path in it, base folder for partitions) of every file that ``path`` stands for, sorted."""
+    path = os.fspath(path)
+    full = path if "://" in path or os.path.isabs(path) else (f"{root.rstrip('/')}/{path}" if "://" in root else os.path.join(root, path))
+    filesystem, inner = _filesystem(full)
+    local = isinstance(filesystem, pafs.LocalFileSystem)
+    if local and any(c in inner for c in "*?[") and not os.path.exists(inner):
+        matches = sorted(glob.glob(inner, recursive=True))
+        if not matches:
+            raise DataError("no file matches the pattern", where=full, fix="check the path; it is relative to [data.parquet] root")
+        return [f for match in matches for f in _expand(match, ".")]
+    info = _info(filesystem, inner, full)
+    if info.type == pafs.FileType.NotFound:
+        raise DataError("there is no such file or folder", where=full, fix="check the path; relative paths start at [data.parquet] root")
+    if info.type == pafs.FileType.File:
+        return [(filesystem, info.path, "")]
+    below = filesystem.get_file_info(pafs.FileSelector(inner, recursive=True))
+    skip = [part for part in below if part.base_name[:1] in "._"]
+    hidden = tuple(f"{p.path}/" for p in skip)
+    files = sorted(
+        f.path
+        for f in below
+        if f.type == pafs.FileType.File
+        and f.base_name.endswith((".parquet", ".pq", ".parq"))
+        and f.base_name[:1] not in "._"
+        and not f.path.startswith(hidden)
+    )
+    if not files:
+        raise DataError(
+            "the folder holds no Parquet file", where=full, fix="name a folder with *.parquet files, or run 'gemrec data convert' first"
+        )
+    return [(filesystem, f, inner) for f in files]
+
+
+def _filesystem(path: str) -> tuple[pafs.FileSystem, str]:
+    if "://" not in path:
+        return pafs.LocalFileSystem(), path
+    try:
+        if path.startswith("file://"):
+            filesystem, inner = pafs.FileSystem.from_uri(path)
+            return filesystem, inner
+        import fsspec
+
+        fs, inner = fsspec.core.url_to_fs(path)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), inner
+    except ImportError as error:
+        raise DataError(
+            f"the URL needs a package that is not installed: {error}", where=path, fix="pip install fsspec and the named package"
+        ) from error
+    except (ValueError, pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"the URL cannot be used: {error}", where=path, fix="use a local path or an fsspec URL such as s3://bucket/folder"
+        ) from error
+
+
+def _info(filesystem: pafs.FileSystem, inner: str, shown: str) -> pafs.FileInfo:
+    try:
+        return filesystem.get_file_info(inner)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"the path cannot be read: {error}", where=shown, fix="check permissions and the connection") from error
+
+
+def _footer(filesystem: pafs.FileSystem, path: str, base: str) -> DataFile:
+    info = _info(filesystem, path, path)
+    if info.type != pafs.FileType.File:
+        raise DataError("the file has vanished", where=path, fix="keep the files in place while they are read")
+    with _open(filesystem, path, info.size) as file:
+        metadata = file.metadata
+        rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+        if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
+            raise damaged(path, f"the footer promises {metadata.num_rows} rows, its row groups {sum(rows)}")
+        leaves = tuple(metadata.schema.column(i).path for i in range(metadata.num_columns))
+        folders = os.path.dirname(path)[len(base) :].split("/") if base else []
+        partition = tuple((k, v) for k, eq, v in (p.partition("=") for p in folders) if eq)
+        return DataFile(path, filesystem, info.size, info.mtime_ns, rows, file.schema_arrow, leaves, partition)
+
+
+def damaged(path: str, why: str) -> DataError:
+    return DataError(
+        f"the Parquet file is damaged: {why}", where=path, fix="write or copy the file again; check the disk if it happens with other files"
+    )
+
+
+def _open(filesystem: pafs.FileSystem, path: str, size: int) -> pq.ParquetFile:
+    stream = None
+    try:
+        stream = filesystem.open_input_file(path)
+        return pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
+    except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+        reason = error
+    if stream is None:
+        raise DataError(f"the file cannot be opened: {reason}", where=path, fix="check that it exists and may be read")
+    with stream:
+        head = stream.read_at(4, 0) if size >= 4 else b""
+        tail = stream.read_at(4, size - 4) if size >= 8 else b""
+    if not size:
+        raise DataError("the file is empty (0 bytes)", where=path, fix="remove it, or write it again: even a table of no rows has a footer")
+    if head != _MAGIC:
+        raise DataError(
+            "this is not a Parquet file", where=path, fix="name Parquet files; convert others first (see 'gemrec data convert --help')"
+        )
+    if tail != _MAGIC:
+        raise DataError(
+            f"the Parquet file is cut off: {size} bytes without a footer at the end",
+            where=path,
+            fix="write or copy the file again, completely",
+        )
+    raise damaged(path, str(reason)) from reason
+
+
+class Reader:
+    """Reads row groups; keeps a few files open. Not thread-safe: one a thread."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+
+    def row_group(self, file: DataFile, index: int, leaves: Sequence[str]) -> pa.Table:
+        """Row group ``index`` with the columns of ``leaves`` (dotted paths).
+
+        :raises DataError: the file has changed since the source was made, or its pages cannot be decoded.
+        """
+        try:
+            table = self._file(file).read_row_group(index, columns=list(leaves), use_threads=True)
+            for column in table.columns:
+                column.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+            self._check_unchanged(file)
+            raise damaged(file.path, f"row group {index}: {error}") from error
+        if leaves and table.num_rows != file.rows[index]:
+            raise damaged(file.path, f"row group {index} holds {table.num_rows} rows, its footer says {file.rows[index]}")
+        return table
+
+    def statistics(self, file: DataFile, index: int) -> dict[str, Any]:
+        """Leaf path -> (min, max, nulls) where the row group has them."""
+        group = self._file(file).metadata.row_group(index)
+        found = {}
+        for i in range(group.num_columns):
+            column = group.column(i)
+            stats = column.statistics
+            if stats is not None and stats.has_min_max:
+                found[column.path_in_schema] = (stats.min, stats.max, stats.null_count if stats.has_null_count else None)
+        return found
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _file(self, file: DataFile) -> pq.ParquetFile:
+        held = self._open.pop(file.path, None)
+        if held is None:
+            self._check_unchanged(file)
+            held = _open(file.filesystem, file.path, file.size)
+            if len(self._open) >= _OPEN_AT_ONCE:
+                self._open.popitem(last=False)[1].close()
+        self._open[file.path] = held
+        return held
+
+    @staticmethod
+    def _check_unchanged(file: DataFile) -> None:
+        now = _info(file.filesystem, file.path, file.path)
+        if now.type != pafs.FileType.File:
+            raise DataError("the file has vanished while it was in use", where=file.path, fix="put it back and resume the run")
+        if now.size != file.size or (file.modified is not None and now.mtime_ns != file.modified):
+            raise DataError(
+                "the file was replaced while it was in use",
+                where=file.path,
+                fix="put the old file back and resume, or start a new run; write new data under a new name",
+            )

@@ -1,0 +1,82 @@
+"""The synthetic ads log as Parquet files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from gem_core.config.features import Features
+from gem_core.sources.contract import TRUE_PROBABILITY
+from gem_core.sources.planted import DENSE, PlantedLog, Samples
+from gem_core.sources.synthetic import HISTORY, SyntheticConfig, synthetic_features
+from gem_data.writer import config_toml, write_parquet, write_text
+
+ROW_GROUP = 16_384
+_SPARSE = ("item", "category", "advertiser", "position", "device", "hour", "age", "country")
+_EVENTS = ("item", "category", "action", "time")
+
+
+def parquet_features(config: SyntheticConfig) -> Features:
+    """The log's features with the column names of the files: event columns are called ``history_<field>``."""
+    own = synthetic_features(config)
+    group = own.sequences[HISTORY]
+    fields = {name: field.model_copy(update={"column": f"{HISTORY}_{name}"}) for name, field in group.fields.items()}
+    columns = group.model_copy(update={"fields": fields, "timestamps": f"{HISTORY}_time"})
+    return own.model_copy(update={"sequences": {HISTORY: columns}})
+
+
+def write_synthetic(out: Path, config: SyntheticConfig) -> dict[str, int]:
+    """Write ``train.parquet``, ``eval.parquet``, ``test.parquet`` and ``config.toml``; returns the rows of each split."""
+    log = PlantedLog(config)
+    rows = {}
+    for split in ("train", "eval", "test"):
+        start, stop = config.split(split)
+        rows[split] = write_parquet(out / f"{split}.parquet", _schema(), _tables(log, start, stop))
+    splits = {split: f"{split}.parquet" for split in rows}
+    write_text(out / "config.toml", config_toml("synthetic", parquet_features(config), splits, "user_id"))
+    return rows
+
+
+def _schema() -> pa.Schema:
+    return pa.schema(
+        [("sample_id", pa.int64()), ("user_id", pa.int64()), ("timestamp", pa.timestamp("s", "UTC"))]
+        + [(name, pa.int32()) for name in _SPARSE]
+        + [(name, pa.float32()) for name in DENSE]
+        + [(f"{HISTORY}_{name}", pa.list_(pa.int64() if name == "time" else pa.int32())) for name in _EVENTS]
+        + [("click", pa.int8()), ("conversion", pa.int8())]
+        + [(f"{TRUE_PROBABILITY}{task}", pa.float64()) for task in ("ctr", "cvr")]
+    )
+
+
+def _tables(log: PlantedLog, start: int, stop: int) -> Iterator[pa.Table]:
+    for first in range(start, stop, ROW_GROUP):
+        yield _table(log.samples(np.arange(first, min(first + ROW_GROUP, stop))))
+
+
+def _table(s: Samples) -> pa.Table:
+    offsets = pa.array(s.events.offsets, pa.int32())
+    columns = {
+        "sample_id": s.index,
+        "user_id": s.user,
+        "timestamp": s.time,
+        **s.sparse,
+        **s.dense,
+        **{f"{HISTORY}_{name}": getattr(s.events, name) for name in _EVENTS},
+        "click": s.click,
+        "conversion": s.conversion,
+        TRUE_PROBABILITY + "ctr": s.p_click,
+        TRUE_PROBABILITY + "cvr": s.p_conversion,
+    }
+    arrays = []
+    for field in _schema():
+        values = pa.array(columns[field.name])
+        if pa.types.is_list(field.type):
+            arrays.append(pa.ListArray.from_arrays(offsets, values.cast(field.type.value_type)))
+        elif pa.types.is_boolean(values.type):
+            arrays.append(values.cast(field.type))
+        else:
+            arrays.append(values.cast(field.type, safe=not pa.types.is_floating(field.type)))
+    return pa.table(arrays, schema=_schema())

@@ -1,0 +1,212 @@
+"""One column's values to what a feature declares, and what happens to values that cannot be used.
+
+``Site`` knows where the values came from, so that every refusal names file, row, column and feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from gem_core.config.features import Dense, EventField, Ids, Policy
+from gem_core.sources.hashing import to_rows
+from gem_core.sources.transform import scaled
+from gem_data import arrow
+from gem_data.arrow import Array, Bools, Ints, WrongType
+from gem_data.columns import Chunk
+
+
+@dataclass(frozen=True)
+class Site:
+    """Values of ``column`` for ``feature`` (path below ``features``).
+
+    ``offsets``: of the rows over their values (and, inside, of the events over theirs); empty for one value a row.
+    """
+
+    chunk: Chunk
+    column: str
+    feature: str
+    offsets: tuple[Ints, ...] = ()
+
+    def row_of(self, position: Any) -> Any:
+        """Row (or rows) in the chunk of value position(s)."""
+        for offsets in reversed(self.offsets):
+            position = np.searchsorted(offsets, position, side="right") - 1
+        return position
+
+    def read(self, convert: Callable[..., Any], array: pa.Array, *args: Any) -> Any:
+        try:
+            return convert(array, *args)
+        except WrongType as error:
+            self.chunk.wrong_type(self.column, error, self.feature)
+        except (pa.ArrowException, ValueError) as error:
+            self.fail(f"the column cannot be used: {error}", "store it in one of the documented types")
+
+    def fail(self, what: str, fix: str, position: int | None = None) -> Any:
+        row = None if position is None else int(self.row_of(position))
+        self.chunk.fail(what, fix, self.column, row, self.feature)
+
+    def settle(self, bad: Bools, policy: Policy, what: Callable[[int], str], fix: str) -> None:
+        """Unusable values under ``error`` (also under clip and default, which cannot mend these) or ``quarantine``."""
+        positions = np.flatnonzero(bad)
+        if policy != "quarantine":
+            self.fail(what(int(positions[0])), fix, int(positions[0]))
+        self.chunk.refuse(self.row_of(positions), f"{self.column}: {what(int(positions[0]))}")
+
+
+def ids(site: Site, array: pa.Array, spec: Ids, rows: int, salt: int) -> Ints:
+    """Table rows ``[N]`` in [0, rows)."""
+    if spec.hash:
+        hashed, missing = site.read(arrow.hashes, array, salt)
+        values = to_rows(hashed, rows)
+    else:
+        values, missing = site.read(arrow.integers, array)
+        values = _in_table(site, values, missing, spec, rows)
+    if missing is None:
+        return values
+    if spec.default is None:
+        site.settle(
+            missing, spec.policy, lambda _: "an id is null", 'set default = <id for missing>, or policy = "quarantine", or fill the column'
+        )
+        return np.where(missing, 0, values)
+    return np.where(missing, spec.default, values)
+
+
+def _in_table(site: Site, values: Ints, missing: Bools | None, spec: Ids, rows: int) -> Ints:
+    if not values.size or (values.min() >= 0 and values.max() < rows):
+        return values
+    bad = (values < 0) | (values >= rows)
+    if missing is not None:
+        bad &= ~missing
+    if spec.policy == "clip":
+        return values.clip(0, rows - 1)
+    if spec.policy == "default":
+        return np.where(bad, spec.default, values)
+    largest = int(values.max())
+    fix = f'rows = {largest + 1} fits this row group; or hash = true; or policy = "clip", "default" or "quarantine"'
+    if int(values.min()) < 0:
+        fix = 'store ids from 0 up; or hash = true; or policy = "clip", "default" or "quarantine"'
+
+    def what(position: int) -> str:
+        value = int(values[position])
+        return f"the id {value} is negative" if value < 0 else f"the id {value} does not fit its table of {rows} rows (0 to {rows - 1})"
+
+    site.settle(bad, spec.policy, what, fix)
+    return np.where(bad, 0, values)
+
+
+def dense(site: Site, array: pa.Array, spec: Dense) -> NDArray[np.float32]:
+    """Scaled numbers ``[n]``."""
+    values, missing = site.read(arrow.floats, array)
+    return _scaled(site, values, missing, spec, spec.default, spec.policy, spec.clip)
+
+
+def event_floats(site: Site, array: pa.Array, spec: EventField) -> NDArray[np.float32]:
+    """Scaled numbers of events ``[N]``."""
+    values, missing = site.read(arrow.floats, array)
+    return _scaled(site, values, missing, spec, spec.default, spec.policy, None)
+
+
+def _scaled(
+    site: Site, values: Array, missing: Bools | None, spec: Any, default: float | None, policy: Policy, clip: tuple[float, float] | None
+) -> NDArray[np.float32]:
+    if missing is not None:
+        if default is None:
+            site.settle(
+                missing, policy, lambda _: "a value is null or NaN", 'set default = <number>, or policy = "quarantine", or fill the column'
+            )
+        values = np.where(missing, 0.0 if default is None else default, values)
+    if clip is not None:
+        values = values.clip(*clip)
+    low = -1.0 if spec.transform == "log1p" else -np.inf
+    bad = ~(np.isfinite(values) & (values > low))
+    if bad.any():
+        if policy == "clip":
+            largest = float(np.finfo(np.float32).max)
+            values = np.nan_to_num(values, posinf=largest, neginf=-largest).clip(0.0 if low == -1.0 else -largest, largest)
+        elif policy == "default" and default is not None:
+            values = np.where(bad, default, values)
+        else:
+            needs = "finite and above -1 for log1p" if low == -1.0 else "finite"
+            fix = 'set clip = [low, high], or policy = "clip", "default" or "quarantine"'
+            site.settle(bad, policy, lambda i: f"the value {values[i]} is not {needs}", fix)
+            values = np.where(bad, 0.0, values)
+    return scaled(values, spec)
+
+
+def vectors(site: Site, array: pa.Array, dim: int) -> NDArray[np.float32]:
+    """Fixed-width vectors ``[n, dim]``; nothing in them may be missing."""
+    found = site.read(arrow.lists, array)
+    wrong = found.lengths != dim
+    if wrong.any():
+        position = int(np.flatnonzero(wrong)[0])
+        site.fail(
+            f"a vector has {int(found.lengths[position])} numbers, dim = {dim} is declared",
+            f"store vectors of width {dim}, or set dim",
+            position,
+        )
+    values, missing = site.read(arrow.floats, found.values)
+    bad = ~np.isfinite(values) if missing is None else missing | ~np.isfinite(values)
+    if bad.any():
+        site.fail("a vector holds a null, NaN or infinite number", "fill or remove such vectors", int(np.flatnonzero(bad)[0]) // dim)
+    return values.astype(np.float32).reshape(-1, dim)
+
+
+def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) -> NDArray[np.float32]:
+    """Labels ``[n]`` in [0, 1]; where ``counts`` is False anything may stand, and 0 is returned."""
+    values, missing = site.read(arrow.floats, array)
+    if missing is not None and (missing & counts).any():
+        position = int(np.flatnonzero(missing & counts)[0])
+        kind = "null" if bool(arrow.nulls(array)[position]) else "NaN"
+        site.fail(
+            f"a label is {kind}", "remove the row, fill the label, or declare mask = <column that says where the label counts>", position
+        )
+    values = np.where(counts, values, 0.0)
+    if threshold is not None:
+        return (values >= threshold).astype(np.float32) * counts.astype(np.float32)
+    bad = ~((values >= 0) & (values <= 1))
+    if bad.any():
+        position = int(np.flatnonzero(bad)[0])
+        site.fail(f"the label {values[position]} is not between 0 and 1", "set threshold = <value from which on the label is 1>", position)
+    return values.astype(np.float32)
+
+
+def complete(site: Site, values: Array, missing: Bools | None, what: str) -> Array:
+    """``values``, or an error if any is null."""
+    if missing is not None:
+        site.fail(f"{what} is null", "fill the column or remove the row", int(np.flatnonzero(missing)[0]))
+    return values
+
+
+def carried(site: Site, array: pa.Array) -> Array:
+    """A column for group metrics and slices ``[n]``: int64, float64 or bool; text and bytes by their hash; times as stored."""
+    kind = array.type
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return np.asarray(site.read(arrow.floats, array)[0], dtype=np.float64)
+    if pa.types.is_boolean(kind):
+        values, missing = site.read(arrow.booleans, array)
+    elif pa.types.is_integer(kind):
+        values, missing = site.read(arrow.integers, array)
+    elif pa.types.is_temporal(kind):
+        values, missing = site.read(arrow.times, array, kind.unit if pa.types.is_timestamp(kind) else "s")
+    else:
+        hashed, missing = site.read(arrow.hashes, array, 0)
+        values = hashed.view(np.int64)
+    return complete(site, values, missing, "a value")
+
+
+def sample_ids(site: Site, array: pa.Array) -> Array:
+    """int64 ``[n]``, or text as an object array."""
+    if pa.types.is_integer(array.type):
+        return complete(site, *site.read(arrow.integers, array), "a sample id")
+    if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
+        site.chunk.wrong_type(
+            site.column, WrongType(array.type, "integers or text", "use an integer or text column as sample_id"), site.feature
+        )
+    missing = arrow.nulls(array) if array.null_count else None
+    return complete(site, array.to_numpy(zero_copy_only=False), missing, "a sample id")

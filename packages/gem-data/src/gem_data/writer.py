@@ -1,0 +1,68 @@
+"""Writing Parquet files and configuration files, the same bytes every time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tomli_w
+
+from gem_core.config.features import Features
+from gem_core.errors import DataError
+
+
+def write_parquet(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
+    """Write the tables, one row group each, with page checksums; the file appears only when it is complete. Returns the rows.
+
+    :raises DataError: the file cannot be written.
+    """
+    rows = 0
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+            for table in tables:
+                writer.write_table(table, row_group_size=max(1, table.num_rows))
+                rows += table.num_rows
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"the file cannot be written: {error}", where=str(path), fix="free space, or choose another folder") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return rows
+
+
+def features_toml(features: Features) -> dict[str, Any]:
+    """The ``[features]`` table without what is left at its default."""
+    return _plain(features.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+
+
+def config_toml(name: str, features: Features, splits: dict[str, str], group: str | None) -> str:
+    """A configuration that trains on files ``splits`` (split -> path relative to ``root``, the folder of the file)."""
+    data = {
+        "run": {"name": name},
+        "data": {"source": "parquet", "parquet": {"root": ".", **splits}},
+        "features": features_toml(features),
+        "model": {"name": "gem", "preset": "tiny"},
+        "eval": {"group": group} if group else {},
+    }
+    head = "# Run it where this file is, or name its folder: gemrec train config.toml --set data.parquet.root=FOLDER\n\n"
+    return head + tomli_w.dumps({k: v for k, v in data.items() if v})
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"the file cannot be written: {error}", where=str(path), fix="free space, or choose another folder") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -70,7 +70,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
     "fast_gelu": (_gelu_tanh, _gelu_tanh_grad),
     "fast_gelu_bf16": (_gelu_tanh, _gelu_tanh_grad),
     "fast_gelu_taylor": (_taylor, _taylor_grad),
-    "leaky_relu": (lambda x: torch.where(x > 0, x, 0.01 * x), lambda x: torch.where(x > 0, 1.0, 0.01).to(x.dtype)),
+    "leaky_relu": (lambda x: torch.where(x > 0, x, 0.01 * x), lambda x: torch.full_like(x, 0.01).masked_fill_(x > 0, 1.0)),
     "relu": (lambda x: x.clamp(min=0), lambda x: (x > 0).to(x.dtype)),
     "silu": (lambda x: x * torch.sigmoid(x), _silu_grad),
     "fast_silu": (lambda x: x * torch.sigmoid(x), _silu_grad),

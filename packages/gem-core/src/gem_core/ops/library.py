@@ -222,7 +222,7 @@ def _define_backward(definition: OpDefinition) -> None:
 def _define_autograd(definition: OpDefinition) -> None:
     contract = definition.contract
     outputs = (*contract.outputs, *contract.made)
-    constant = [i for i, n in enumerate(outputs) if n not in contract.differentiable_outputs]
+    constant = [n for n in outputs if n not in contract.differentiable_outputs]
     backward_op = getattr(torch.ops.gem, f"{definition.op}_backward").default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -233,7 +233,9 @@ def _define_autograd(definition: OpDefinition) -> None:
         ctx.save_for_backward(*(everything[n] for n in contract.saved))
         ctx.sizes, ctx.spec = tuple(sizes.values()), spec
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(results[outputs[i]] for i in constant))
+        # without a residual, residual_out is a placeholder
+        absent = ["residual_out"] if "residual_out" in results and named["residual"] is None else []
+        ctx.mark_non_differentiable(*(results[n] for n in (*constant, *absent)))
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         wanted = dict(zip(contract.tensors, ctx.needs_input_grad))

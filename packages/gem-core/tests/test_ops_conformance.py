@@ -1,0 +1,177 @@
+"""The reference implementations pass the conformance kit, and the kit catches what it should."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gem_core import ops
+from gem_core.hookspecs import KernelSpec
+from gem_core.ops import dispatch
+from gem_core.ops.contract import no
+from gem_core.testing.kernels import KernelConformance, poisoned_empty
+
+REFERENCE = {spec.op: spec for spec in ops.builtin_specs()}
+BOTH = (torch.float32, torch.bfloat16)
+
+
+class TestJaggedAttention(KernelConformance):
+    spec = REFERENCE["jagged_attention"]
+
+
+class TestGdpa(KernelConformance):
+    spec = REFERENCE["gdpa"]
+
+
+class TestBlockAttention(KernelConformance):
+    spec = REFERENCE["block_attention"]
+    dtypes = BOTH
+
+
+class TestNorm(KernelConformance):
+    spec = REFERENCE["norm"]
+    dtypes = BOTH
+
+
+class TestNormLinear(KernelConformance):
+    spec = REFERENCE["norm_linear"]
+    dtypes = BOTH
+
+
+class TestLinearNorm(KernelConformance):
+    spec = REFERENCE["linear_norm"]
+    dtypes = BOTH
+
+
+class TestMlp(KernelConformance):
+    spec = REFERENCE["mlp"]
+    dtypes = BOTH
+
+
+class TestNormGdpa(KernelConformance):
+    spec = REFERENCE["norm_gdpa"]
+    dtypes = BOTH
+
+
+class TestJaggedConcat(KernelConformance):
+    spec = REFERENCE["jagged_concat"]
+    dtypes = BOTH
+
+
+class TestJaggedSplit(KernelConformance):
+    spec = REFERENCE["jagged_split"]
+
+
+class TestJaggedSum(KernelConformance):
+    spec = REFERENCE["jagged_sum"]
+    dtypes = BOTH
+
+
+class TestJaggedMean(KernelConformance):
+    spec = REFERENCE["jagged_mean"]
+    dtypes = BOTH
+
+
+class TestJaggedExpand(KernelConformance):
+    spec = REFERENCE["jagged_expand"]
+
+
+class TestJaggedToPadded(KernelConformance):
+    spec = REFERENCE["jagged_to_padded"]
+
+
+class TestPaddedToJagged(KernelConformance):
+    spec = REFERENCE["padded_to_jagged"]
+
+
+# --- the kit itself: each fault below must be found by the rule named beside it ---
+
+GDPA = REFERENCE["gdpa"]
+
+
+def forward_only(change: Any) -> KernelSpec:
+    """The gdpa reference with ``change`` made to its result."""
+
+    def forward(problem: Any, *tensors: Any) -> Any:
+        out, saved = GDPA.forward(problem, *tensors)
+        return change(problem, out, tensors), saved
+
+    return dataclasses.replace(GDPA, name="faulty", forward=forward)
+
+
+def backward_only(change: Any) -> KernelSpec:
+    def backward(problem: Any, saved: Any, dout: Any, needs: Any) -> Any:
+        return change(GDPA.backward(problem, saved, dout, needs), saved, dout)
+
+    return dataclasses.replace(GDPA, name="faulty", backward=backward)
+
+
+def _unwritten(problem: Any, out: Any, tensors: Any) -> Any:
+    result = torch.empty_like(out)
+    result[1:] = out[1:]
+    return result
+
+
+def _slack_read(problem: Any, out: Any, tensors: Any) -> Any:
+    if tensors[3] is not None:
+        out[int(tensors[3][-1]) :] = 1.0
+    return out
+
+
+def _writes_input(problem: Any, out: Any, tensors: Any) -> Any:
+    tensors[0][:1].zero_()
+    return out
+
+
+def _swaps_kv_gradients(grads: Any, saved: Any, dout: Any) -> Any:
+    return grads[0], grads[2], grads[1], *grads[3:]
+
+
+def _drops_bias_gradient(grads: Any, saved: Any, dout: Any) -> Any:
+    return (*grads[:5], None if grads[5] is None else torch.zeros_like(grads[5]), grads[6])
+
+
+def _leaks(problem: Any, out: Any, tensors: Any) -> Any:
+    return out + 0 * tensors[1][: int(tensors[4][-1])].sum().to(out.dtype)
+
+
+FAULTS = {
+    "off by 1e-3": (forward_only(lambda p, out, t: out * 1.001), "test_matches_reference", "full"),
+    "one element": (forward_only(lambda p, out, t: _one_wrong(out)), "test_matches_reference", "full"),
+    "unwritten": (forward_only(_unwritten), "test_matches_reference", "full"),
+    "slack": (forward_only(_slack_read), "test_matches_reference", "full"),
+    "gradients swapped": (backward_only(_swaps_kv_gradients), "test_matches_reference", "full"),
+    "no bias gradient": (backward_only(_drops_bias_gradient), "test_matches_reference", "position bias"),
+    "writes its input": (forward_only(_writes_input), "test_inputs_are_left_alone", None),
+    "leaks": (forward_only(_leaks), "test_neighbours_do_not_leak", None),
+    "refuses all": (dataclasses.replace(GDPA, name="faulty", supports=lambda p: no("never")), "test_supports_something", None),
+    "no reason": (dataclasses.replace(GDPA, name="faulty", supports=lambda p: no("")), "test_supports_something", None),
+}
+
+
+def _one_wrong(out: torch.Tensor) -> torch.Tensor:
+    if out.numel():
+        out.view(-1)[0] += 0.1
+    return out
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kit_finds(fault: str) -> None:
+    spec, rule, case = FAULTS[fault]
+    kit = type("Kit", (KernelConformance,), {"spec": spec})()
+    arguments = {"case": case, "dtype": torch.float32} if case else {"dtype": torch.float32}
+    if rule == "test_supports_something":
+        arguments = {}
+    with dispatch.offering(spec), pytest.raises(AssertionError):
+        getattr(kit, rule)(**arguments)
+
+
+def test_poisoned_empty_restores() -> None:
+    before = torch.empty, torch.Tensor.new_empty
+    with poisoned_empty():
+        assert torch.empty(3).isnan().all()
+        assert torch.ones(2).new_empty(4).isnan().all()
+    assert (torch.empty, torch.Tensor.new_empty) == before

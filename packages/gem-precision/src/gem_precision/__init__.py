@@ -7,6 +7,14 @@ from typing import Any
 
 _LAZY = {
     "FP8": "gem_precision.formats",
+    "GroupedLinear": "gem_precision.linear",
+    "GuardConfig": "gem_precision.guard",
+    "NumericsGuard": "gem_precision.guard",
+    "Recipe": "gem_precision.recipe",
+    "RecipeConfig": "gem_precision.recipe",
+    "SavedActivations": "gem_precision.saved",
+    "apply": "gem_precision.recipe",
+    "recipes": "gem_precision.recipe",
     "MX": "gem_precision.formats",
     "quantize_fp8": "gem_precision.formats",
     "quantize_mx": "gem_precision.formats",

@@ -22,6 +22,7 @@ from gem_core.ops import activations
 from gem_core.ops.attention_reference import Gradients, Inputs, Sample, Saved, pointwise
 from gem_core.ops.contract import YES, OpPrecision, Problem, Supported, no
 from gem_core.ops.contracts import GDPA
+from gem_precision.attention_site import report
 from gem_precision.formats import BLOCKS, ELEMENTS, element, encode, quantize_mx
 from gem_precision.formats.elements import decode
 
@@ -42,11 +43,14 @@ def supports(problem: Problem) -> Supported:
     return YES
 
 
-def _coded(x: Tensor, elem: str, block: tuple[int, int], rule: str) -> Tensor:
-    """``x [..., R, C]`` through the format and back, fp32."""
+def _coded(x: Tensor, elem: str, block: tuple[int, int], rule: str, name: str | None = None) -> Tensor:
+    """``x [..., R, C]`` through the format and back, fp32; reported as ``name`` while the module around is being measured."""
     if elem == "bf16":
         return x.to(torch.bfloat16).float()
-    return quantize_mx(x, elem=elem, block=block, scale_rule=rule).dequantize(torch.float32)  # type: ignore[arg-type]
+    q = quantize_mx(x, elem=elem, block=block, scale_rule=rule)  # type: ignore[arg-type]
+    if name is not None and (tell := report()) is not None:
+        tell(name, x, q)
+    return q.dequantize(torch.float32)
 
 
 def _unit_interval(p: Tensor, elem: str) -> Tensor:
@@ -65,17 +69,17 @@ class _CodedInputs(Inputs):
         assert problem.precision is not None
         self.precision: OpPrecision = problem.precision
 
-    def _code(self, rows: Tensor) -> Tensor:
+    def _code(self, rows: Tensor, name: str) -> Tensor:
         """``[L, H, D]`` -> ``[H, L, D]``"""
-        return _coded(rows.transpose(0, 1), self.precision.operands, self.precision.block, self.precision.scale_rule)
+        return _coded(rows.transpose(0, 1), self.precision.operands, self.precision.block, self.precision.scale_rule, name)
 
     def queries(self, s: Sample) -> Tensor:
-        return self._code(self.t["q"][s.q])
+        return self._code(self.t["q"][s.q], "q")
 
     def keys(self, s: Sample, name: str) -> Tensor:
-        rows = self._code(self.t[name][s.k])
+        rows = self._code(self.t[name][s.k], name)
         if s.shared:
-            rows = torch.cat([rows, self._code(self.t[f"target_{name}"][s.own])], dim=1)
+            rows = torch.cat([rows, self._code(self.t[f"target_{name}"][s.own], name)], dim=1)
         return rows.repeat_interleave(self.groups, dim=0)
 
     def upstream(self, dout: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> 
     Weights are quantised from the dtype they are kept in, never by way of bf16. Saved for backward: w, and x quantised along M (8 bits) or,
     where wgrad is in bf16, x itself.
     """
+    site.enter()
+    return _linear(x, w, b, site)
+
+
+@torch.compiler.disable
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     with torch.autocast(device, enabled=False):
@@ -53,6 +59,14 @@ class _Operands:
             self.site.record(names[1], x.t(), second)
         return first, second
 
+    def probe(self, gemm_name: str, operand: str, x: Tensor, *, along: int = 1) -> None:
+        """While a demoted site is measured: what its recipe would do to ``x`` now."""
+        if self.site.live and self.site.level:
+            how: Gemm = getattr(self.site.levels[0][1], gemm_name)
+            chosen = how.a if operand == "dy" or (operand, gemm_name) == ("x", "fprop") else how.b
+            if chosen is not None:
+                self.one(f"{gemm_name}.{operand}", x, how, chosen, along=along)
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -68,6 +82,11 @@ class _Linear(torch.autograd.Function):
             qx = operands.one("fprop.x", x, fprop, fprop.a)
         elif keeps:
             saved_x = operands.one("wgrad.x", x, wgrad, wgrad.b, along=0)
+        if fprop.a is None:
+            operands.probe("fprop", "x", x)
+            operands.probe("fprop", "w", w)
+        if ctx.needs_input_grad[1] and wgrad.b is None:
+            operands.probe("wgrad", "x", x, along=0)
         if qx is None:
             y = high_precision_gemm(x, w, x.dtype)
         else:
@@ -88,7 +107,7 @@ class _Linear(torch.autograd.Function):
         policy = operands.policy
         dgrad, wgrad = policy.dgrad, policy.wgrad
         w, *rest = ctx.saved_tensors
-        operands.site.record_gradient("dy", g)
+        operands.site.record("dy", g, None)
         wants_dx, wants_dw, _ = ctx.needs_input_grad
         low_dx, low_dw = wants_dx and dgrad.a is not None, wants_dw and ctx.saved_x is not None
         row = column = dx = dw = None
@@ -98,6 +117,10 @@ class _Linear(torch.autograd.Function):
             row = operands.one("dgrad.dy", g, dgrad, dgrad.a)
         elif low_dw:
             column = operands.one("wgrad.dy", g, wgrad, wgrad.a, along=0)
+        if wants_dx and dgrad.a is None:
+            operands.probe("dgrad", "dy", g)
+        if wants_dw and ctx.saved_x is None:
+            operands.probe("wgrad", "dy", g, along=0)
         if row is not None:
             dx = gemm(row, operands.one("dgrad.w", w, dgrad, dgrad.b, along=0), ctx.x_dtype, policy.backend)
         elif wants_dx:
@@ -117,7 +140,8 @@ class LowPrecisionLinear(nn.Linear):
     site: Site
 
     def forward(self, x: Tensor) -> Tensor:
-        return low_precision_linear(x, self.weight, self.bias, self.site)
+        self.site.enter(self.training)
+        return _linear(x, self.weight, self.bias, self.site)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.site.precision}"
@@ -151,6 +175,7 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, b: Tensor | None = Non
         anew at every group.
     :raises OpError: a policy that is neither MX nor bf16.
     """
+    site.enter()
     policy: LinearPolicy = site.policy
     for how in (policy.fprop, policy.dgrad, policy.wgrad):
         if how.a is not None and how.a.format != "mx":
@@ -180,7 +205,7 @@ class _Grouped(torch.autograd.Function):
         x, w, offsets = ctx.saved_tensors
         inside = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         g = torch.where(inside[:, None], g, 0)
-        site.record_gradient("dy", g)
+        site.record("dy", g, None)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             ga, wa = _decoded_pair(g, w, policy.dgrad, policy, site, "dgrad", "dy", along=0)

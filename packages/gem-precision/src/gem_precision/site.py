@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from gem_precision.formats import decode, element
+from gem_precision.formats.mx import block_amax
 from gem_precision.policy import LinearPolicy
 
-SUMS = ("amax", "saturated", "flushed", "count", "signal", "error", "dot", "coded", "relative", "bad")
+SUMS = ("amax", "saturated", "flushed", "count", "signal", "error", "dot", "coded", "relative", "dead", "spoiled", "bad")
 """What `measure` returns, in this order, as float64: largest magnitude, elements that the format's largest value cut off, non-zero elements
-that became zero, elements that count, the sums of x^2, (x - q)^2, x q, q^2 and |x - q| / |x|, and how many elements are not finite (they,
-and the block they spoil, are left out of everything else)."""
+that became zero, elements that count, the sums of x^2, (x - q)^2, x q, q^2 and |x - q| / |x|, blocks that are not zero and came out zero,
+finite elements that came out not finite, and elements that are not finite (these two kinds are left out of everything before)."""
 
 
 @dataclass
 class Site:
-    """``levels``: (name, policy), from the recipe's precision to the safest; ``level`` is the one in force."""
+    """``levels``: (name, policy), from the recipe's precision to the safest; ``level`` is the one in force. ``changed`` is called with the
+    new policy. ``live`` is whether the forward now running is being measured."""
 
     name: str
     kind: str
@@ -29,7 +31,9 @@ class Site:
     level: int = 0
     generator: torch.Generator | None = None
     sampling: bool = False
+    live: bool = False
     samples: dict[str, Tensor] = field(default_factory=dict)
+    changed: Callable[[Any], None] | None = None
 
     @property
     def policy(self) -> Any:
@@ -39,15 +43,24 @@ class Site:
     def precision(self) -> str:
         return self.levels[self.level][0]
 
-    def record(self, operand: str, x: Tensor, quantised: Any) -> None:
-        """While sampling: measure what quantising did to ``x`` (the same orientation as ``quantised``). Stays on the device."""
-        if self.sampling and quantised is not None:
-            self.samples[operand] = measure(x, quantised)
+    def move(self, level: int) -> None:
+        """Put another level in force."""
+        self.level = level
+        if self.changed is not None:
+            self.changed(self.policy)
 
-    def record_gradient(self, operand: str, x: Tensor) -> None:
-        """While sampling: norm and finiteness of a tensor that is not quantised."""
-        if self.sampling:
-            self.samples[operand] = measure(x, None)
+    def enter(self, training: bool = True) -> None:
+        """At the beginning of a forward: measure it if a sample is due and it is one of training."""
+        self.live = self.sampling and training and torch.is_grad_enabled()
+
+    def record(self, operand: str, x: Tensor, quantised: Any) -> None:
+        """While live: measure what quantising did to ``x`` (the same orientation as ``quantised``). Stays on the device; several
+        micro-batches of a step add up."""
+        if self.live:
+            new, old = measure(x, quantised), self.samples.get(operand)
+            if old is not None:
+                new = torch.cat([torch.maximum(new[:1], old[:1]), new[1:] + old[1:]])
+            self.samples[operand] = new
 
 
 def linear_levels(name: str, policy: LinearPolicy) -> list[tuple[str, LinearPolicy]]:
@@ -62,39 +75,44 @@ def linear_levels(name: str, policy: LinearPolicy) -> list[tuple[str, LinearPoli
 
 @torch.no_grad()
 def measure(x: Tensor, quantised: Any) -> Tensor:
-    """``[10]`` float64 on x's device, see `SUMS`."""
+    """``[12]`` float64 on x's device, see `SUMS`; ``quantised`` None measures x alone."""
     if x.numel() == 0:
         return torch.zeros(len(SUMS), dtype=torch.float64, device=x.device)
     wide = x.to(torch.float32)
     finite = wide.isfinite()
-    bad = (~finite).sum(dtype=torch.float64)
-    wide = torch.where(finite, wide, 0.0)
     coded = wide if quantised is None else quantised.dequantize(torch.float32)
-    # blocks with a NaN scale decode to NaN throughout: the bad count tells, the sums must not be poisoned
     good = finite & coded.isfinite()
     wide, coded = torch.where(good, wide, 0.0), torch.where(good, coded, 0.0)
     error = (wide - coded).abs()
-    flushed = (coded == 0) & (wide != 0)
     sums = [
-        wide.abs().amax().double(),
+        wide.abs().amax(),
         _cut_off(wide, quantised),
-        flushed.sum(dtype=torch.float64),
-        good.sum(dtype=torch.float64),
-        wide.square().sum(dtype=torch.float64),
-        error.square().sum(dtype=torch.float64),
-        (wide * coded).sum(dtype=torch.float64),
-        coded.square().sum(dtype=torch.float64),
-        (error / wide.abs()).nan_to_num_(0.0).sum(dtype=torch.float64),
-        bad,
+        (coded == 0) & (wide != 0),
+        good,
+        wide.square(),
+        error.square(),
+        wide * coded,
+        coded.square(),
+        (error / wide.abs()).nan_to_num_(0.0),
+        _dead(wide, coded, quantised),
+        finite & ~good,
+        ~finite,
     ]
-    return torch.stack(sums)
+    return torch.stack([t.sum(dtype=torch.float64) for t in sums])
+
+
+def _dead(x: Tensor, coded: Tensor, quantised: Any) -> Tensor:
+    if quantised is None:
+        return x.new_zeros(())
+    r, c = (n or size for n, size in zip(quantised.block, x.shape))
+    return (block_amax(coded, (r, c)) == 0) & (block_amax(x, (r, c)) > 0)
 
 
 def _cut_off(x: Tensor, quantised: Any) -> Tensor:
-    """How many elements lie more than half a step beyond the largest value of their block's scale."""
+    """Which elements lie more than half a step beyond the largest value of their block's scale."""
     if quantised is None:
-        return x.new_zeros((), dtype=torch.float64)
+        return x.new_zeros(())
     elem = element(quantised.elem)
     at_top = decode(quantised.data, elem).abs() == elem.largest
     edge = 1 + 2.0 ** (elem.emax - elem.mbits - 1) / elem.largest
-    return (at_top & (x.abs() > quantised.dequantize(torch.float32).abs() * edge)).sum(dtype=torch.float64)
+    return at_top & (x.abs() > quantised.dequantize(torch.float32).abs() * edge)

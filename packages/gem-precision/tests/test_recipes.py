@@ -1,0 +1,232 @@
+"""Recipes: what they decide and why, the conformance kit, overrides, saved activations, codecs."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import gem_precision
+from gem_core.batch import Batch
+from gem_core.errors import ConfigError
+from gem_core.plugins import manager
+from gem_core.testing.recipes import RecipeConformance, sqnr_db
+from gem_precision.codecs import specs as codec_specs
+from gem_precision.guard import GuardConfig
+from gem_precision.linear import GroupedLinear, LowPrecisionLinear
+from gem_precision.recipe import RECIPES, RecipeConfig, specs
+from gem_precision.saved import SavedActivations
+
+SPECS = {s.name: s for s in specs()}
+
+
+class TestFp8Rowwise(RecipeConformance):
+    spec = SPECS["fp8-rowwise"]
+
+
+class TestFp8Block(RecipeConformance):
+    spec = SPECS["fp8-block"]
+
+
+class TestMxfp8(RecipeConformance):
+    spec = SPECS["mxfp8"]
+
+
+class TestMxfp8StochasticHadamard(RecipeConformance):
+    spec = SPECS["mxfp8"]
+    config = RecipeConfig(stochastic_gradients=True, hadamard=16, guard=GuardConfig(sample_every=1))
+
+
+class TestMxfp8WgradBf16(RecipeConformance):
+    spec = SPECS["mxfp8-wgrad-bf16"]
+
+
+class TestMxfp8Attention(RecipeConformance):
+    spec = SPECS["mxfp8-attention"]
+
+
+class TestMx4Saved(RecipeConformance):
+    """Four bits in the saved activations: their noise is in the gradients only."""
+
+    spec = SPECS["mx4-saved"]
+    min_grad_sqnr_db = 10.0
+
+
+class Tower(nn.Module):
+    """Layers, a narrow linear, experts, attention and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3))
+        self.narrow = nn.Linear(64, 8)
+        self.experts = GroupedLinear(2, 64, 64)
+        self.attend = nn.Module()
+        self.attend.attention_precision = None
+        self.heads = nn.ModuleDict({"ctr": nn.Linear(64, 1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.experts(x, torch.tensor([0, x.shape[0] // 2, x.shape[0]]))
+        return self.heads["ctr"](x) + self.narrow(x).sum(-1, keepdim=True)
+
+
+def described(guard) -> dict[str, tuple[str, str]]:
+    return {name: (precision, why) for name, precision, why in guard.describe()}
+
+
+def test_exceptions_and_their_reasons():
+    net = Tower()
+    found = described(gem_precision.apply(net, "mxfp8"))
+    assert found["layers.0.0"][0] == "mxfp8"
+    assert found["layers.1.2"][0] == "mxfp8"
+    assert found["layers.2.0"] == ("bf16", "one of the last 1 layers")
+    assert found["narrow"][0] == "bf16"
+    assert "narrower than 32" in found["narrow"][1]
+    assert found["heads.ctr"] == ("fp32", "keep: always in high precision")
+    assert found["layers.0.1"][0] == "bf16"
+    assert found["experts"][0] == "mxfp8"
+    assert isinstance(net.layers[0][0], LowPrecisionLinear)
+    assert type(net.layers[2][0]) is nn.Linear
+    assert net.attend.attention_precision is None
+    net(torch.randn(8, 64)).sum().backward()
+
+
+def test_attention_recipe_sets_the_ops_precision():
+    net = Tower()
+    found = described(gem_precision.apply(net, "mxfp8-attention"))
+    assert found["attend"][0] == "mxfp8-attention"
+    assert net.attend.attention_precision is not None
+    guard = net.precision_guard
+    with guard.shadow():
+        assert net.attend.attention_precision is None
+        assert all(s.precision == "bf16" for s in guard.sites.values())
+    assert net.attend.attention_precision is not None
+
+
+def test_overrides_by_pattern():
+    config = RecipeConfig(overrides={"layers.*": "mxfp8-wgrad-bf16", "layers.0.*": "bf16", "narrow": "fp8-block"}, last_layers=0)
+    found = described(gem_precision.apply(Tower(), "mxfp8", config=config))
+    assert found["layers.1.0"][0] == "mxfp8-wgrad-bf16"
+    assert found["layers.0.0"] == ("bf16", "overrides: 'layers.0.*' -> bf16")
+    assert found["narrow"][0] == "fp8-block"
+    with pytest.raises(ConfigError, match="matches no linear"):
+        gem_precision.apply(Tower(), "mxfp8", config=RecipeConfig(overrides={"layer.*": "bf16"}))
+    with pytest.raises(ConfigError, match="mxfp9"):
+        gem_precision.apply(Tower(), "mxfp8", config=RecipeConfig(overrides={"layers.*": "mxfp9"}))
+    with pytest.raises(ConfigError, match="mxfp9"):
+        gem_precision.apply(Tower(), "mxfp9")
+
+
+def test_without_heads_the_last_linear_stays():
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    found = described(gem_precision.apply(net, "mxfp8"))
+    assert found["0"][0] == "mxfp8"
+    assert found["2"][0] == "bf16"
+    assert "prediction head" in found["2"][1]
+    naive = described(gem_precision.apply(nn.Sequential(nn.Linear(64, 64)), "mxfp8", config=RecipeConfig(keep=(), scale_rule="floor")))
+    assert naive["0"][0] == "mxfp8"
+
+
+def test_recipes_are_frozen_hashable_and_offered():
+    names = {"bf16", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp8-wgrad-bf16", "mxfp8-attention", "mx4-saved"}
+    assert set(gem_precision.recipes()) == names
+    assert len({hash(r) for r in RECIPES.values()}) == len(names)
+    for name in names:
+        assert manager().find("recipe", name).name == name
+    for name in ("mxfp8", "mxfp4"):
+        assert manager().find("codec", name).alignment == 32
+
+
+def test_grouped_linear_refuses_fp8_with_a_reason():
+    found = described(gem_precision.apply(Tower(), "fp8-block"))
+    assert found["experts"] == ("bf16", "grouped linears take MX or bf16")
+
+
+@pytest.mark.parametrize("elem", ["e4m3", "e2m1"])
+def test_saved_activations(elem):
+    """Bytes fall to 8.25/16 and 4.25/16; weights and statistics are not touched; the forward is unchanged."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 128))
+    packed = copy.deepcopy(plain)
+    saved = SavedActivations(elem)
+    x = torch.randn(64, 128)
+    grads, outs = [], []
+    for net, context in ((plain, None), (packed, saved)):
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            if context is None:
+                y = net(inputs)
+            else:
+                with context():
+                    y = net(inputs)
+        y.float().square().mean().backward()
+        outs.append(y)
+        grads.append([inputs.grad, *(p.grad for p in net.parameters())])
+    assert torch.equal(*outs)
+    bits = {"e4m3": 8.25, "e2m1": 4.25}[elem]
+    assert saved.count.after / saved.count.before == pytest.approx(bits / 16)
+    # x, and the inputs of GELU and of the last linear, and no weight
+    assert saved.count.before >= 2 * 64 * (128 + 256 + 256)
+    assert saved.count.before < 2 * 64 * (128 + 256 + 256) + 2 * 128 * 256
+    floor = {"e4m3": 24, "e2m1": 10}[elem]
+    for a, b in zip(*grads):
+        assert sqnr_db(a, b) >= floor
+
+
+@pytest.mark.parametrize("spec", codec_specs(), ids=lambda s: s.name)
+def test_codecs_shard_by_shard(spec):
+    """Quantise-then-gather equals gather-then-quantise bit for bit at aligned borders."""
+    x = torch.randn(8 * 96, generator=torch.Generator().manual_seed(0)).view(16, 48)
+    payload, scales = spec.encode(x)
+    parts = [spec.encode(x.flatten()[a : a + 96]) for a in range(0, x.numel(), 96)]
+    assert torch.equal(torch.cat([p for p, _ in parts]), payload)
+    assert torch.equal(torch.cat([s for _, s in parts]), scales)
+    decoded = spec.decode(payload, scales, torch.float32)
+    assert decoded.shape == (x.numel(),)
+    assert sqnr_db(x.flatten(), decoded) > {"mxfp8": 30, "mxfp8_e5m2": 24, "mxfp4": 15}[spec.name]
+    odd_payload, odd_scales = spec.encode(x.flatten()[:33])
+    assert torch.equal(spec.decode(odd_payload, odd_scales, torch.float32)[:32], spec.decode(*spec.encode(x.flatten()[:32]), torch.float32))
+
+
+def test_gem_model_trains_with_every_recipe():
+    """The tiny model: forward, backward, sampled sites, finite metrics."""
+    from gem_core.testing.models import random_batch, sample_features
+
+    features = sample_features()
+    config = manager().find("model", "gem").config_type()
+    for name in RECIPES:
+        torch.manual_seed(0)
+        model = manager().find("model", "gem").build(config, features)
+        guard = manager().find("recipe", name).apply(model, manager().find("recipe", name).config_type(), _context())
+        batch = random_batch(features, 6)
+        assert isinstance(batch, Batch)
+        output = model(batch)
+        loss = output.logits.float().square().mean()
+        loss.backward()
+        values = guard.on_step(1, loss.detach())
+        assert all(torch.isfinite(torch.tensor(float(v))) for v in values.values())
+        sites = [p for _, p, _ in guard.describe()]
+        if name not in ("bf16", "mx4-saved"):
+            assert any(p.startswith(("fp8", "mxfp8")) for p in sites), name
+
+
+def _context():
+    from gem_core.train.contract import RecipeContext
+
+    return RecipeContext()
+
+
+def test_explain_command():
+    from typer.testing import CliRunner
+
+    from gem_core.cli.app import build
+
+    result = CliRunner().invoke(build(), ["precision", "explain", "--set", "precision.recipe=mxfp8-attention", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output)
+    assert {r["precision"] for r in rows} >= {"mxfp8", "bf16", "fp32", "mxfp8-attention"}
+    assert all(r["why"] for r in rows)

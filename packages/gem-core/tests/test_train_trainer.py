@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -166,6 +167,13 @@ def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
     train(tmp_path / "run", train={"steps": 2})
     with pytest.raises(CheckpointError, match=r"(?s)not empty.*--resume"):
         train(tmp_path / "run", train={"steps": 2})
+    for wrong in ({"eval": {"group": "nobody"}}, {"parallel": {"replicate": 2}}, {"train": {"callbacks": {"nobody": {}}}}):
+        with pytest.raises(gem_core.GemError):
+            train(tmp_path / "run", overwrite=True, **wrong)
+        assert len(losses(tmp_path / "run")) == 2, "a configuration that is refused must not delete the run that it would replace"
+        with pytest.raises(gem_core.GemError):
+            train(tmp_path / "new", **wrong)
+        assert not (tmp_path / "new").exists()
     train(tmp_path / "run", train={"steps": 3}, overwrite=True)
     assert len(losses(tmp_path / "run")) == 3
     (tmp_path / "mine").mkdir()
@@ -310,22 +318,34 @@ def test_an_empty_split_is_said(tmp_path):
 
 
 def test_accumulation_equals_the_joined_batch_for_the_dense_part(tmp_path):
-    weighted = {"toy": {"weighted": True}}
+    """Tables are updated after each micro-batch, so their learning rate is set to next to nothing here."""
     for name, size, n in (("joined", 64, 1), ("parts", 16, 4)):
-        train(
-            tmp_path / name,
-            train={"steps": 3, "accumulate": n, "tables": {"lr": 1e-12}},
-            data={"batch_size": size} | weighted,
-        )
-    a, b = losses(tmp_path / "joined"), losses(tmp_path / "parts")
-    # batch weights cycle with the row within a batch, and 16 is no multiple of 3: the samples weigh differently, so only check sizes
-    assert [x[2] for x in a] == [x[2] for x in b]
-    for name, size, n in (("joined2", 64, 1), ("parts2", 16, 4)):
         train(tmp_path / name, train={"steps": 3, "accumulate": n, "tables": {"lr": 1e-12}}, data={"batch_size": size})
-    for x, y in zip(losses(tmp_path / "joined2"), losses(tmp_path / "parts2")):
+    for x, y in zip(losses(tmp_path / "joined"), losses(tmp_path / "parts"), strict=True):
         assert x == pytest.approx(y, rel=1e-5)
 
 
+def test_sample_weights_weigh_the_loss(tmp_path):
+    """Weights 1, 2, 3, 1, 2, 3, …: the first loss is the weighted mean over the untrained model's predictions."""
+    seen = {}
+
+    class Capture:
+        def on_start(self, run):
+            self.hook = run.model.register_forward_hook(
+                lambda m, inputs, output: seen.update(batch=inputs[0], logits=output.logits.detach())
+            )
+
+        def on_step(self, run, record):
+            self.hook.remove()
+
+    train(tmp_path / "run", train={"steps": 1}, data={"toy": {"weighted": True}}, callbacks=[Capture()])
+    batch, z = seen["batch"], seen["logits"].double()
+    ce = torch.nn.functional.softplus(z) - z * batch.labels.double()
+    expected = (ce * batch.label_mask * torch.tensor([1.0, 0.5]) * batch.weights.unsqueeze(1)).sum() / batch.weights.sum()
+    assert losses(tmp_path / "run")[0][1] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on a CPU needs a C++ compiler")
 def test_compile_trains(tmp_path):
     a = train(tmp_path / "eager", train={"steps": 3})
     b = train(tmp_path / "compiled", train={"steps": 3, "compile": True})
@@ -348,3 +368,32 @@ def test_tensorboard_is_written(tmp_path):
     assert [s for s, _ in logged] == [1, 2, 3]
     assert [v for _, v in logged] == pytest.approx([x[1] for x in losses(tmp_path / "run")])
     assert "eval/ctr/ne" in events.Tags()["scalars"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_step_waits_for_nothing_and_a_run_resumes_exactly(tmp_path):
+    """Sync debug mode turns every wait of the host between two log steps into an error."""
+
+    class Watch:
+        def on_step(self, run, record):
+            torch.cuda.set_sync_debug_mode("error" if 5 <= run.step < 19 else "default")
+
+    base = {
+        "run": {"device": "cuda"},
+        "data": {"source": "synthetic", "batch_size": 64, "synthetic": {"rows": 4000, "eval_rows": 500, "users": 200}},
+        "features": {},
+        "model": {"name": "gem", "preset": "tiny"},
+        "eval": {"group": "user_id"},
+    }
+    try:
+        train(tmp_path / "straight", train={"steps": 20, "log_every": 20, "checkpoint_every": 20}, callbacks=[Watch()], **base)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for steps in (12, 20):
+        train(tmp_path / "parts", train={"steps": steps, "log_every": 1}, resume=steps == 20, **base)
+    train(tmp_path / "whole", train={"steps": 20, "log_every": 1}, **base)
+    a, b = ([x[1] for x in losses(tmp_path / n)] for n in ("parts", "whole"))
+    assert a == pytest.approx(b, rel=1e-4)
+    header = json.loads((tmp_path / "whole" / "run.json").read_text())
+    assert header["mfu_peak"]["reason"], "an fp32 run has no peak in the table"

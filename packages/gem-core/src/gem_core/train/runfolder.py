@@ -42,28 +42,31 @@ class RunFolder:
         self.nonfinite = path / "nonfinite"
         self.checkpoints = CheckpointStore(path / "checkpoints", keep)
 
-    def prepare(self, resume: bool, overwrite: bool) -> bool:
-        """Make the folder ready; returns whether there is a checkpoint to continue from.
+    def check(self, resume: bool, overwrite: bool) -> bool:
+        """Whether there is a checkpoint to continue from. Changes nothing.
 
-        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said.
+        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, or it is no run folder.
         """
-        holds = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError("the run folder is a file", where=str(self.path), fix="give another one: --run-dir")
+        holds = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
         if holds and not resume and not overwrite:
             raise CheckpointError(
                 f"the run folder is not empty ({', '.join(holds[:4])}{', …' if len(holds) > 4 else ''})",
                 where=str(self.path),
                 fix="--resume continues it, --overwrite deletes it, --run-dir or --set run.name=… takes another one",
             )
-        if holds and overwrite and not resume:
-            if not self.config.is_file():
-                raise CheckpointError(
-                    "the folder to overwrite is no run folder (it has no config.toml)", where=str(self.path), fix="delete it by hand"
-                )
+        if holds and not self.config.is_file():
+            raise CheckpointError(
+                "the folder is no run folder (it has no config.toml)", where=str(self.path), fix="give another one, or empty it by hand"
+            )
+        return resume and bool(self.checkpoints.steps())
+
+    def create(self, resume: bool) -> None:
+        """Make the folder, empty unless ``resume``; call after `check`, when everything else about the run is known to be right."""
+        if self.path.exists() and not resume:
             shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        return bool(self.checkpoints.steps())
 
     def write_config(self, config: Config) -> None:
         replace_file(self.config, dump_toml(config))

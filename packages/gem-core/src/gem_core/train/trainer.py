@@ -81,7 +81,7 @@ class Trainer:
 
     def _prepare(self) -> None:
         rt, train = self.runtime, self.config.train
-        continues = rt.on_main(lambda: self.folder.prepare(self.resume, self.overwrite))
+        continues = rt.on_main(lambda: self.folder.check(self.resume, self.overwrite))
         if continues:
             self.folder.check_config(self.config)
         source = build_source(self.resolved, "train", rt)
@@ -108,6 +108,7 @@ class Trainer:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+        rt.on_main(lambda: self.folder.create(self.resume))
         if continues:
             self._restore()
         elif self.resume:

@@ -1,4 +1,4 @@
-"""The implementation against the reference, and what it refuses. Run with the package installed: ``pytest tests``."""
+"""The conformance kit pointed at the implementation, and what it refuses. Run with the package installed: ``pytest tests``."""
 
 from __future__ import annotations
 
@@ -8,44 +8,19 @@ import torch
 from gem_core import ops
 from gem_core.errors import OpError
 from gem_core.plugins import manager
+from gem_core.testing.kernels import KernelConformance
 
-LENGTHS = [([3, 0, 5, 1], [4, 4, 4, 4]), ([], []), ([0, 0], [2, 0]), ([4], [7]), ([1, 9], [0, 3])]
-
-
-def offsets(lengths: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.long).cumsum(0).tolist()], dtype=dtype)
+SPEC = manager().find("kernel", "gdpa/acme")
 
 
-@pytest.mark.parametrize("offset_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("activation", ["gelu", "silu", "relu_square"])
-@pytest.mark.parametrize(("q_lengths", "k_lengths"), LENGTHS)
-def test_agrees_with_the_reference(q_lengths, k_lengths, activation: str, offset_dtype: torch.dtype):
-    generator = torch.Generator().manual_seed(len(q_lengths))
-
-    def rows(n: int, width: int) -> torch.Tensor:
-        """``n`` rows and two of slack, which hold NaN and must not matter."""
-        x = torch.randn(n + 2, 2, width, dtype=torch.float64, generator=generator)
-        x[n:] = torch.nan
-        return x
-
-    inputs = rows(sum(q_lengths), 8), rows(sum(k_lengths), 8), rows(sum(k_lengths), 6)
-    results = []
-    for backend in ("acme", "reference"):
-        q, k, v = (x.clone().requires_grad_() for x in inputs)
-        out = ops.gdpa(
-            q, k, v, offsets(q_lengths, offset_dtype), offsets(k_lengths, offset_dtype),
-            activation=activation, scale_in=0.3, scale_out=0.7, backend=backend,
-        )  # fmt: skip
-        weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
-        results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), weights)))
-    for ours, theirs in zip(*results):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+class TestAcme(KernelConformance):
+    spec = SPEC
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def test_it_is_registered_and_never_chosen_before_faster_ones():
-    spec = manager().find("kernel", "gdpa/acme")
+def test_it_comes_from_this_distribution_and_is_never_chosen_before_faster_ones():
     assert manager().distribution_of("kernel", "gdpa/acme") == "gem-kernels-acme"
-    assert spec.priority == 1
+    assert SPEC.priority == 1
 
 
 @pytest.mark.parametrize(
@@ -61,4 +36,4 @@ def test_it_is_registered_and_never_chosen_before_faster_ones():
 def test_what_it_cannot_do_is_refused_with_the_reason(asked: dict, reason: str):
     x = torch.ones(4, 2, 8)
     with pytest.raises(OpError, match=reason):
-        ops.gdpa(x, x, x, offsets([4], torch.int64), backend="acme", **asked)
+        ops.gdpa(x, x, x, torch.tensor([0, 4]), backend="acme", **asked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -57,11 +59,11 @@ class Decoder:
         if f.dense:
             matrix = np.empty((n, len(f.dense)), dtype=np.float32)
             for i, (name, dense) in enumerate(f.dense.items()):
-                site = Site(chunk, dense.column or name, f"dense.{name}")
+                site = Site(chunk, _column(dense, name), f"dense.{name}")
                 matrix[:, i] = values.dense(site, chunk.scalar(site.column), dense)
             fixed["dense"] = matrix
         for name, vector in f.vectors.items():
-            site = Site(chunk, vector.column or name, f"vectors.{name}")
+            site = Site(chunk, _column(vector, name), f"vectors.{name}")
             fixed[f"vectors.{name}"] = values.vectors(site, chunk.array(site.column), vector.dim)
         for name in f.sparse:
             self._sparse(chunk, name, fixed, bags)
@@ -82,17 +84,17 @@ class Decoder:
 
     def _columns(self) -> list[str]:
         f = self.features
-        found = [spec.column or name for kind in (f.dense, f.vectors, f.sparse, f.labels) for name, spec in kind.items()]
+        found = [_column(spec, name) for kind in (f.dense, f.vectors, f.sparse, f.labels) for name, spec in kind.items()]
         found += [spec.weights for spec in f.sparse.values() if spec.weights]
         found += [label.mask for label in f.labels.values() if label.mask]
         for group in f.sequences.values():
-            found += [field.column or name for name, field in group.fields.items()]
+            found += [_column(field, name) for name, field in group.fields.items()]
             found += [group.timestamps] if group.timestamps else []
         return found + [c for c in (f.sample_id, f.timestamp, f.weight) if c] + list(f.columns)
 
     def _sparse(self, chunk: Chunk, name: str, fixed: dict[str, Array], bags: dict[str, Bag]) -> None:
         spec, path = self.features.sparse[name], f"sparse.{name}"
-        column = spec.column or name
+        column = _column(spec, name)
         rows, salt = self._tables[path]
         if not chunk.is_list(column):
             fixed[path] = values.ids(Site(chunk, column, path), chunk.scalar(column), spec, rows, salt)
@@ -115,7 +117,7 @@ class Decoder:
 
     def _sequence(self, chunk: Chunk, name: str) -> Bag:
         spec, path = self.features.sequences[name], f"sequences.{name}"
-        found = {field.column or key: chunk.lists(field.column or key) for key, field in spec.fields.items()}
+        found = {_column(field, key): chunk.lists(_column(field, key)) for key, field in spec.fields.items()}
         if spec.timestamps is not None:
             found[spec.timestamps] = chunk.lists(spec.timestamps)
         _check_lengths(chunk, {column: lists.offsets for column, lists in found.items()}, path)
@@ -132,7 +134,7 @@ class Decoder:
             return _kept(items if order is None else items.take(pa.array(order)), last)
 
         for key, field in spec.fields.items():
-            column = field.column or key
+            column = _column(field, key)
             site = Site(chunk, column, f"{path}.fields.{key}", (newest,))
             items = arranged(found[column].values)
             if field.kind == "float":
@@ -184,7 +186,7 @@ class Decoder:
             if spec.mask is not None:
                 at = Site(chunk, spec.mask, f"labels.{name}.mask")
                 masks[:, i] = values.complete(at, *at.read(arrow.booleans, chunk.scalar(spec.mask)), "a mask")
-            site = Site(chunk, spec.column or name, f"labels.{name}")
+            site = Site(chunk, _column(spec, name), f"labels.{name}")
             found[:, i] = values.labels(site, chunk.scalar(site.column), spec.threshold, masks[:, i])
         return found, masks
 
@@ -192,6 +194,10 @@ class Decoder:
     def _weights(chunk: Chunk, column: str) -> NDArray[np.float32]:
         site = Site(chunk, column, "weight")
         return _usable_weights(site, *site.read(arrow.floats, chunk.scalar(column)))
+
+
+def _column(spec: Any, name: str) -> str:
+    return name if spec.column is None else str(spec.column)
 
 
 def _usable_weights(site: Site, found: Array, missing: NDArray[np.bool_] | None) -> NDArray[np.float32]:

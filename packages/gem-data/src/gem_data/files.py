@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from gem_core.errors import DataError
 
+Path = str | os.PathLike[str]
 _MAGIC = b"PAR1"
 _OPEN_AT_ONCE = 4
 
@@ -41,12 +42,12 @@ class DataFile:
         return sum(self.rows[:row_group])
 
 
-def find_files(paths: Sequence[str], root: str = ".") -> list[DataFile]:
+def find_files(paths: Path | Sequence[Path], root: str = ".") -> list[DataFile]:
     """Open all files under ``paths`` (files, folders, patterns with ``*``, fsspec URLs) and read their footers.
 
     :raises DataError: a path that matches nothing, a folder without Parquet files, a file that is not Parquet or is cut off.
     """
-    if isinstance(paths, str):
+    if isinstance(paths, str | os.PathLike):
         paths = [paths]
     if not paths:
         raise DataError("no paths were given", fix="name at least one file, folder or pattern")
@@ -59,7 +60,7 @@ def find_files(paths: Sequence[str], root: str = ".") -> list[DataFile]:
         return list(pool.map(lambda f: _footer(*f), unique))
 
 
-def _expand(path: str, root: str) -> list[tuple[pafs.FileSystem, str, str]]:
+def _expand(path: Path, root: str) -> list[tuple[pafs.FileSystem, str, str]]:
     """(filesystem, path in it, base folder for partitions) of every file that ``path`` stands for, sorted."""
     path = os.fspath(path)
     full = path if "://" in path or os.path.isabs(path) else (f"{root.rstrip('/')}/{path}" if "://" in root else os.path.join(root, path))

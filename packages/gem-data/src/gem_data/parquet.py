@@ -30,7 +30,7 @@ from gem_data.block import Block
 from gem_data.columns import Chunk, locate
 from gem_data.config import ParquetConfig
 from gem_data.decode import Decoder
-from gem_data.files import DataFile, Reader, find_files
+from gem_data.files import DataFile, Path, Reader, find_files
 from gem_data.filters import Filter
 from gem_data.prefetch import Ahead
 
@@ -72,7 +72,7 @@ class ParquetSource:
 
     def __init__(
         self,
-        paths: str | Sequence[str],
+        paths: Path | Sequence[Path],
         features: Features,
         *,
         batch_size: int,

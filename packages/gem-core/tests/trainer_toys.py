@@ -11,7 +11,7 @@ from torch import nn
 from gem_core import plugins
 from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import Features, FrozenConfig, config_from_dict
-from gem_core.hookspecs import CallbackSpec, ModelSpec, SourceSpec, hookimpl
+from gem_core.hookspecs import CallbackSpec, ModelSpec, SourceSpec, StrategySpec, hookimpl
 from gem_core.jagged import Jagged, lengths_to_offsets
 from gem_core.model.contract import ModelOutput
 from gem_core.model.tables import LocalTables, sparse_group, table_set
@@ -23,7 +23,6 @@ FEATURES = {
     "sequences": {"hist": {"fields": {"item": {"table": "item"}}}},
     "labels": {"ctr": {}, "cvr": {"mask": "click", "weight": 0.5}},
 }
-FEATURE_NAMES = {"hist_item": "sequences.hist.fields.item"}
 
 
 class ToyConfig(FrozenConfig):
@@ -54,6 +53,36 @@ class ToyModel(nn.Module):
 
     def flops(self, batch: Batch) -> dict[str, float]:
         return {"mlp": 6.0 * batch.size * sum(p.numel() for p in self.mlp.parameters() if p.dim() == 2)}
+
+
+class FusedTables(LocalTables):
+    """Updates its tables inside backward, as FBGEMM's do: row-wise AdaGrad on each weight as soon as its gradient is there."""
+
+    optimizer_in_backward = True
+
+    def configure_optimizer(self, config):
+        self.eps, self.lr = config.eps, config.lr
+        for name, state in super().table_states().items():
+            state.weight.register_post_accumulate_grad_hook(lambda weight, name=name: self._update(name))
+
+    def set_learning_rate(self, lr):
+        self.lr = lr
+
+    def table_states(self):
+        raise AssertionError("the trainer must not update these tables itself")
+
+    @torch.no_grad()
+    def _update(self, name):
+        weight, accumulator = self.weight(name), self.accumulator(name)
+        gradient = weight.grad.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        accumulator[rows] += values.square().mean(1)
+        weight[rows] -= self.lr * values / (accumulator[rows].sqrt() + self.eps).unsqueeze(1)
+        weight.grad = None
+
+
+class FusedConfig(FrozenConfig):
+    pass
 
 
 class ToySourceConfig(FrozenConfig):
@@ -195,6 +224,10 @@ class Plugin:
     @hookimpl
     def gem_sources(self):
         return [SourceSpec("toy", ToySourceConfig, ToySource)]
+
+    @hookimpl
+    def gem_sparse_strategies(self):
+        return [StrategySpec("fused", FusedConfig, lambda tables, mesh, config: FusedTables(tables))]
 
     @hookimpl
     def gem_callbacks(self):

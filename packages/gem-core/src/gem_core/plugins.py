@@ -130,21 +130,23 @@ class PluginManager:
         :raises PluginError: there is none; the message lists the names there are, the nearest one, and the plug-ins that failed to load.
         """
         offers = {offer_name(spec): spec for spec in self.offers(kind)}
-        if name in offers:
-            return offers[name]
-        label = kind.replace("_", " ")
-        there = ", ".join(sorted(offers)) or "none"
-        broken = [p for p in self._plugins.values() if p.state == "broken"]
-        disabled = [p.name for p in self._plugins.values() if p.state == "disabled"]
-        near = difflib.get_close_matches(name, offers, n=1)
-        fixes = []
-        if near:
-            fixes.append(f"did you mean {near[0]!r}?")
-        fixes += [f"{p.title} may offer it but is broken ({p.reason}): mend or upgrade it (pip install -U {p.name})" for p in broken]
-        fixes += [f"{n} may offer it but is switched off (--no-plugin or GEM_PLUGINS)" for n in disabled]
+        if name not in offers:
+            raise self.missing(f"{kind.replace('_', ' ')} called {name!r}", name, offers)
+        return offers[name]
+
+    def missing(self, what: str, name: str, there: Iterable[str], where: str | None = None) -> PluginError:
+        """The error for ``name`` that nobody offers: what there is, the nearest name, and which plug-ins might have offered it."""
+        names = sorted(there)
+        near = difflib.get_close_matches(name, names, n=1)
+        fixes = [f"did you mean {near[0]!r}?"] if near else []
+        for p in self._plugins.values():
+            if p.state == "broken":
+                fixes.append(f"{p.title} may offer it but is broken ({p.reason}): mend or upgrade it (pip install -U {p.name})")
+            elif p.state == "disabled":
+                fixes.append(f"{p.name} may offer it but is switched off (--no-plugin or GEM_PLUGINS)")
         if not fixes:
             fixes.append(f"choose one of these, or install the package that offers {name!r}; `gemrec plugins` lists what is installed")
-        raise PluginError(f"there is no {label} called {name!r}; there are: {there}", fix="; ".join(fixes))
+        return PluginError(f"there is no {what}; there are: {', '.join(names) or 'none'}", where=where, fix="; ".join(fixes))
 
     def distribution_of(self, kind: str, name: str) -> str:
         """Name of the distribution that offers ``name``."""

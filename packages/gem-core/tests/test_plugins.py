@@ -127,6 +127,8 @@ def test_an_object_can_be_added(load: Load):
         manager.add("notebook", Bells())
     with pytest.raises(PluginError, match="is the class 'Bells'"):
         manager.add("other", Bells)
+    assert "other" not in {s.name for s in manager.status()}
+    assert [spec.name for spec in manager.offers("metric")] == [*before, "bells"]
 
 
 def faults() -> dict[str, tuple[str, str]]:
@@ -181,6 +183,13 @@ def test_a_broken_plugin_is_told_once_and_leaves_the_others_alone(install: Insta
     assert status["broken"].reason
     assert status["sound"].state == "active"
     assert "broken" not in manager.active()
+
+
+def test_the_api_of_a_plugin_that_is_too_new_is_told(install: Install, load: Load):
+    install("broken", GOOD.format(name="bell").replace("gem_api = 1", "gem_api = 7"))
+    with pytest.warns(PluginWarning):
+        manager = load()
+    assert {s.name: s.api for s in manager.status()}["broken"] == 7
 
 
 def test_a_broken_plugin_is_an_error_under_strict(install: Install, load: Load, monkeypatch: pytest.MonkeyPatch):

@@ -67,7 +67,7 @@ class PluginStatus:
 
 @dataclass
 class _Plugin:
-    """A plug-in as found; ``obj`` is None unless it loaded."""
+    """A plug-in as found; ``obj`` is None unless it could be imported."""
 
     name: str
     version: str
@@ -178,10 +178,14 @@ class PluginManager:
         if name in self._plugins:
             raise PluginError(f"there is a plug-in called {name!r} already ({self._plugins[name].title})", fix="choose another name")
         with self._lock:
-            self._register(_Plugin(name, version, asked=True), lambda: obj)
             collected, self._collected = self._collected, set()
-            for kind in collected:
-                self._collect(kind)
+            try:
+                self._register(_Plugin(name, version, asked=True), lambda: obj)
+                for kind in collected:
+                    self._collect(kind)
+            except PluginError:
+                del self._plugins[name]
+                raise
 
     def call(self, hook: str, *, before: Callable[[str], None], failed: Callable[[str], None], **arguments: Any) -> None:
         """Call ``hook`` on each plug-in that has it, guarded; ``before(name)`` hears whose turn it is, ``failed(name)`` who failed."""
@@ -220,10 +224,9 @@ class PluginManager:
         self._plugins[plugin.name] = plugin
 
         def check() -> None:
-            obj = load()
-            _check_api(plugin, obj)
-            plugin.impls = _hookimpls(obj)
-            plugin.obj = obj
+            plugin.obj = load()
+            _check_api(plugin, plugin.obj)
+            plugin.impls = _hookimpls(plugin.obj)
 
         self._guard(plugin, check)
 

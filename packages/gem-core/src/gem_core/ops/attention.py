@@ -20,7 +20,7 @@ from gem_core.ops import checks, library, masks
 from gem_core.ops.activations import Activation, check_activation
 from gem_core.ops.contract import OpPrecision
 from gem_core.ops.contracts import GDPA, JAGGED_ATTENTION
-from gem_core.ops.frontend import autocast, bound, check_window, finish
+from gem_core.ops.frontend import autocast, bound, check_window, finish, host_values
 from gem_core.ops.library import Named, OpDefinition, Sizes, Spec
 
 Call = tuple[str, tuple[Tensor | None, ...], tuple[int, ...], str]
@@ -158,12 +158,18 @@ def _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, con
     checks.check_tensor(op, "q", q, 3, "[Nq, H, D]")
     checks.check_tensor(op, "k", k, 3, "[Nk, Hkv, D]")
     checks.check_tensor(op, "v", v, 3, "[Nk, Hkv, Dv]")
-    checks.require(q.shape[2] == k.shape[2], op, f"q has head width {q.shape[2]}, k has {k.shape[2]}", "k")
-    checks.require(k.shape[0] == v.shape[0], op, f"k has {k.shape[0]} rows, v has {v.shape[0]}", "v")
-    checks.require(k.shape[1] == v.shape[1], op, f"k has {k.shape[1]} heads, v has {v.shape[1]}", "v")
+    checks.require(q.shape[2] == k.shape[2], op, "k", "q has head width {}, k has {}", q.shape[2], k.shape[2])
+    checks.require(k.shape[0] == v.shape[0], op, "v", "k has {} rows, v has {}", k.shape[0], v.shape[0])
+    checks.require(k.shape[1] == v.shape[1], op, "v", "k has {} heads, v has {}", k.shape[1], v.shape[1])
     heads, kv_heads = q.shape[1], k.shape[1]
     checks.require(
-        kv_heads > 0 and heads % kv_heads == 0, op, f"q has {heads} heads, k has {kv_heads}", "k", "the heads of q are a multiple of k's"
+        kv_heads > 0 and heads % kv_heads == 0,
+        op,
+        "k",
+        "q has {} heads, k has {}",
+        heads,
+        kv_heads,
+        fix="the heads of q are a multiple of k's",
     )
     target_k, target_v = (None, None) if target_kv is None else target_kv
     checks.check_float(op, q=q, k=k, v=v, target_k=target_k, target_v=target_v)
@@ -180,16 +186,16 @@ def _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, con
         samples = q_offsets.shape[0] - 1
         keyed = k_offsets.shape[0] - 1 if kv_index is None else kv_index.shape[0]
         name = "k_offsets" if kv_index is None else "kv_index"
-        checks.require(samples == keyed, op, f"q_offsets describes {samples} samples, {name} {keyed}", name)
+        checks.require(samples == keyed, op, name, "q_offsets describes {} samples, {} {}", samples, name, keyed)
         for label, t in (("num_targets", num_targets), ("context_len", context_len)):
             if t is not None:
                 checks.check_index(op, label, t, q, "[B]")
-                checks.require(t.shape[0] == samples, op, f"{label} has {t.shape[0]} values for {samples} samples", label)
+                checks.require(t.shape[0] == samples, op, label, "{} has {} values for {} samples", label, t.shape[0], samples)
     if target_kv is not None:
         for label, t, like in (("target_kv[0]", target_k, k), ("target_kv[1]", target_v, v)):
             checks.check_tensor(op, label, t, 3, "[Nq, Hkv, D]")
             want = (q.shape[0], like.shape[1], like.shape[2])
-            checks.require(tuple(t.shape) == want, op, f"{label} has shape {tuple(t.shape)}, not {want}", "target_kv")
+            checks.require(tuple(t.shape) == want, op, "target_kv", "{} has shape {}, not {}", label, tuple(t.shape), want)
 
 
 def _check_combination(op, causal, window, bias, num_targets, target_kv, context_len, broadcast_q, kv_index, q_offsets) -> None:
@@ -199,7 +205,9 @@ def _check_combination(op, causal, window, bias, num_targets, target_kv, context
             "bias": bias, "target_kv": target_kv,
         }  # fmt: skip
         for name, value in given.items():
-            checks.require(value is None, op, f"broadcast_q cannot be combined with {name}", name, "a shared q has no position in a sample")
+            checks.require(
+                value is None, op, name, "broadcast_q cannot be combined with {}", name, fix="a shared q has no position in a sample"
+            )
     if target_kv is not None and (kv_index is None or num_targets is None):
         raise OpError(f"{op}: target_kv needs kv_index and num_targets", where="target_kv", fix="without kv_index candidates are rows of k")
     if kv_index is not None and num_targets is not None and target_kv is None:
@@ -210,25 +218,31 @@ def _check_bias(op: str, bias: RelativeBias, q: Tensor, k: Tensor) -> None:
     position = bias.position
     checks.check_tensor(op, "bias.position", position, 2, "[H, 2R+1]")
     checks.require(
-        position.shape[0] == q.shape[1], op, f"bias.position has {position.shape[0]} rows for {q.shape[1]} heads", "bias.position"
+        position.shape[0] == q.shape[1], op, "bias.position", "bias.position has {} rows for {} heads", position.shape[0], q.shape[1]
     )
-    checks.require(position.shape[1] % 2 == 1, op, f"bias.position has {position.shape[1]} columns", "bias.position", "2R+1 is odd")
+    checks.require(position.shape[1] % 2 == 1, op, "bias.position", "bias.position has {} columns", position.shape[1], fix="2R+1 is odd")
     checks.check_float(op, **{"bias.position": position, "bias.time": bias.time})
     rest = {"time_edges": bias.time_edges, "q_times": bias.q_times, "k_times": bias.k_times}
     if bias.time is None:
         for name, t in rest.items():
-            checks.require(t is None, op, f"bias.{name} is given without bias.time", f"bias.{name}")
+            checks.require(t is None, op, f"bias.{name}", "bias.{} is given without bias.time", name)
         return
     checks.check_tensor(op, "bias.time", bias.time, 2, "[H, T]")
-    checks.require(bias.time.shape[0] == q.shape[1], op, f"bias.time has {bias.time.shape[0]} rows for {q.shape[1]} heads", "bias.time")
+    checks.require(bias.time.shape[0] == q.shape[1], op, "bias.time", "bias.time has {} rows for {} heads", bias.time.shape[0], q.shape[1])
     lengths = {"time_edges": bias.time.shape[1] - 1, "q_times": q.shape[0], "k_times": k.shape[0]}
     for name, t in rest.items():
-        checks.check_tensor(op, f"bias.{name}", t, 1, f"[{lengths[name]}]")
-        checks.require(t.dtype == torch.int64, op, f"bias.{name} has dtype {t.dtype}", f"bias.{name}", "times and edges are int64")
+        checks.check_tensor(op, f"bias.{name}", t, 1, "[T-1]" if name == "time_edges" else "[N]")
+        checks.require(t.dtype == torch.int64, op, f"bias.{name}", "bias.{} has dtype {}", name, t.dtype, fix="times and edges are int64")
         checks.require(
-            t.shape[0] == lengths[name], op, f"bias.{name} has {t.shape[0]} values, not {lengths[name]}", f"bias.{name}",
-            "time_edges has one value fewer than bias.time has columns; q_times and k_times have a value for each row of q and k",
-        )  # fmt: skip
+            t.shape[0] == lengths[name],
+            op,
+            f"bias.{name}",
+            "bias.{} has {} values, not {}",
+            name,
+            t.shape[0],
+            lengths[name],
+            fix="time_edges: one fewer than bias.time has columns; q_times, k_times: one a row of q, k",
+        )
 
 
 def dims(named: Named) -> tuple[tuple[str, int], ...]:
@@ -261,7 +275,7 @@ def _fake(named: Named, sizes: Sizes, spec: Spec) -> list[Tensor]:
 
 
 def _check(op: str, named: Named, sizes: Sizes, spec: Spec) -> None:
-    names = ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index")
+    names = ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index", "bias_time_edges")
     tensors = [named[n] for n in names]
     rows = named["q"].shape[0], named["k"].shape[0]
     checks.once(tensors, (rows, *sizes.values()), lambda: _check_values(op, named, sizes, rows))
@@ -270,7 +284,10 @@ def _check(op: str, named: Named, sizes: Sizes, spec: Spec) -> None:
 def _check_values(op: str, named: Named, sizes: Sizes, rows: tuple[int, int]) -> None:
     values = checks.Values(op, named["q"].device)
     q_bound, k_bound = (None if n < 0 else n for n in sizes.values())
-    index, targets, context = named["kv_index"], named["num_targets"], named["context_len"]
+    index, targets, context, edges = (named[n] for n in ("kv_index", "num_targets", "context_len", "bias_time_edges"))
+    q_lengths = None
+    if named["q_offsets"] is not None:
+        q_lengths = values.offsets("q_offsets", named["q_offsets"], rows[0], q_bound, "max_q_len")
     k_lengths = values.offsets("k_offsets", named["k_offsets"], rows[1], k_bound, "max_k_len")
     if index is not None:
         requests = k_lengths.numel()
@@ -278,9 +295,10 @@ def _check_values(op: str, named: Named, sizes: Sizes, rows: tuple[int, int]) ->
             (index >= 0) & (index < requests),
             lambda: (f"kv_index holds {int(index.min())} to {int(index.max())}, there are {requests} requests", "kv_index", None),
         )
-    if named["q_offsets"] is None:
+    if edges is not None:
+        values.expect(edges.diff() >= 0, lambda: ("bias.time_edges decreases", "bias.time_edges", "edges are ascending"))
+    if q_lengths is None:
         return
-    q_lengths = values.offsets("q_offsets", named["q_offsets"], rows[0], q_bound, "max_q_len")
     if targets is not None:
         limit = q_lengths if index is not None else torch.minimum(q_lengths, k_lengths)
         values.expect(
@@ -300,11 +318,8 @@ def sample_lengths(named: Named, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor |
 
     Fake tensors have no values: then every sample counts with its bound.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    fake = isinstance(named["k_offsets"], FakeTensor) or named["k_offsets"].is_meta
     batch, rows = batch_size(named), dict(bounds(named, sizes))
-    if fake:
+    if host_values(named["k_offsets"]) is None:
         q_lengths = torch.full((int(batch),), int(named["q"].shape[0] if named.get("q_offsets") is None else rows["max_q_len"]))
         return q_lengths, torch.full((int(batch),), int(rows["max_k_len"])), None, None
     host = {n: t.cpu() for n in ("q_offsets", "k_offsets", "num_targets", "context_len", "kv_index") if (t := named.get(n)) is not None}

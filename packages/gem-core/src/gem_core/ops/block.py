@@ -58,30 +58,39 @@ def _check_shapes(q, k, v, offsets, block_size, rotary, rotary_rows) -> None:
     checks.check_tensor(OP, "k", k, 3, "[N, Hkv, D]")
     checks.check_tensor(OP, "v", v, 3, "[N, Hkv, Dv]")
     checks.check_float(OP, q=q, k=k, v=v)
-    checks.require(q.shape[0] == k.shape[0] == v.shape[0], OP, f"q, k, v have {q.shape[0]}, {k.shape[0]}, {v.shape[0]} rows", "k")
-    checks.require(q.shape[2] == k.shape[2], OP, f"q has head width {q.shape[2]}, k has {k.shape[2]}", "k")
-    checks.require(k.shape[1] == v.shape[1], OP, f"k has {k.shape[1]} heads, v has {v.shape[1]}", "v")
+    checks.require(q.shape[0] == k.shape[0] == v.shape[0], OP, "k", "q, k, v have {}, {}, {} rows", q.shape[0], k.shape[0], v.shape[0])
+    checks.require(q.shape[2] == k.shape[2], OP, "k", "q has head width {}, k has {}", q.shape[2], k.shape[2])
+    checks.require(k.shape[1] == v.shape[1], OP, "v", "k has {} heads, v has {}", k.shape[1], v.shape[1])
     checks.require(
-        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, OP, f"q has {q.shape[1]} heads, k has {k.shape[1]}", "k",
-        "the heads of q are a multiple of k's",
-    )  # fmt: skip
+        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
+        OP,
+        "k",
+        "q has {} heads, k has {}",
+        q.shape[1],
+        k.shape[1],
+        fix="the heads of q are a multiple of k's",
+    )
     checks.check_offsets_arg(OP, "offsets", offsets, q)
-    checks.require(block_size >= 1, OP, f"block_size is {block_size}", "block_size", "64 or 128 suit the hardware")
+    checks.require(block_size >= 1, OP, "block_size", "block_size is {}", block_size, fix="64 or 128 suit the hardware")
     if rotary is None:
         if rotary_rows is not None:
             raise OpError(f"{OP}: rotary_rows is given without rotary", where="rotary_rows", fix="pass rotary=(cos, sin)")
         return
     width = q.shape[2]
-    checks.require(width % 2 == 0 and v.shape[2] == width, OP, f"rotary needs even D = Dv, got {width} and {v.shape[2]}", "rotary")
+    checks.require(width % 2 == 0 and v.shape[2] == width, OP, "rotary", "rotary needs even D = Dv, got {} and {}", width, v.shape[2])
     for name, t in zip(("cos", "sin"), rotary):
-        checks.check_tensor(OP, f"rotary {name}", t, 2, f"[P, {width // 2}]")
-        checks.require(t.shape[1] == width // 2, OP, f"rotary {name} has {t.shape[1]} columns, not D/2 = {width // 2}", "rotary")
-        checks.require(t.device == q.device, OP, f"rotary {name} is on {t.device}, q on {q.device}", "rotary", "move them to one device")
-    checks.require(rotary[0].shape == rotary[1].shape, OP, "cos and sin differ in shape", "rotary")
+        checks.check_tensor(OP, f"rotary {name}", t, 2, "[P, D/2]")
+        checks.require(t.shape[1] == width // 2, OP, "rotary", "rotary {} has {} columns, not D/2 = {}", name, t.shape[1], width // 2)
+        checks.require(
+            t.device == q.device, OP, "rotary", "rotary {} is on {}, q on {}", name, t.device, q.device, fix="move them to one device"
+        )
+    checks.require(rotary[0].shape == rotary[1].shape, OP, "rotary", "cos and sin differ in shape")
     checks.check_float(OP, cos=rotary[0], sin=rotary[1])
     if rotary_rows is not None:
         checks.check_index(OP, "rotary_rows", rotary_rows, q, "[N]")
-        checks.require(rotary_rows.shape[0] == q.shape[0], OP, f"rotary_rows has {rotary_rows.shape[0]} values", "rotary_rows", "one a row")
+        checks.require(
+            rotary_rows.shape[0] == q.shape[0], OP, "rotary_rows", "rotary_rows has {} values", rotary_rows.shape[0], fix="one a row"
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

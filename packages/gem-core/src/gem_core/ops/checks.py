@@ -19,10 +19,10 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def require(ok: bool, op: str, what: str, where: str, fix: str | None = None) -> None:
-    """Raise OpError("op: what") at argument ``where`` unless ``ok``."""
+def require(ok: bool, op: str, where: str, what: str, *values: object, fix: str | None = None) -> None:
+    """Raise OpError at argument ``where`` unless ``ok``; ``what`` is formatted with ``values`` only then."""
     if not ok:
-        raise OpError(f"{op}: {what}", where=where, fix=fix)
+        raise OpError(f"{op}: {what.format(*values)}", where=where, fix=fix)
 
 
 def check_tensor(op: str, name: str, t: object, dims: int, shape: str) -> None:
@@ -61,7 +61,7 @@ def check_index(op: str, name: str, t: object, like: Tensor, shape: str) -> None
 def check_offsets_arg(op: str, name: str, t: object, like: Tensor) -> None:
     check_index(op, name, t, like, "[B+1]")
     assert isinstance(t, Tensor)
-    require(t.shape[0] >= 1, op, f"{name} is empty", name, "offsets hold B+1 values: 0, then the running sum of the lengths")
+    require(t.shape[0] >= 1, op, name, "{} is empty", name, fix="offsets hold B+1 values: 0, then the running sum of the lengths")
 
 
 class Values:

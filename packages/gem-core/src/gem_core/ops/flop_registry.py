@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,7 +31,15 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 def _deliver(counter: ModuleType) -> None:
     while _waiting:
         packet, formula = _waiting.pop()
-        counter.register_flop_formula(packet, get_raw=True)(formula)
+        counter.register_flop_formula(packet, get_raw=True)(partial(_count, formula))
+
+
+def _count(formula: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Count with real tensors also where the op itself runs on fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return formula(*args, **kwargs)
 
 
 class _Finder(MetaPathFinder):

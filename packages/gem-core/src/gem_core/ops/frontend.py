@@ -28,7 +28,7 @@ def bound(op: str, name: str, value: int | None) -> int:
     """−1 for None."""
     if value is None:
         return -1
-    checks.require(value >= 0, op, f"{name} is {value}", name, "pass the longest sample's length, or None")
+    checks.require(value >= 0, op, name, "{} is {}", name, value, fix="pass the longest sample's length, or None")
     return value
 
 
@@ -37,7 +37,7 @@ def check_window(op: str, window: int | tuple[int, int] | None) -> tuple[int, in
     if window is None:
         return -1, -1
     left, right = (window, window) if isinstance(window, int) else window
-    checks.require(left >= -1 and right >= -1, op, f"window is {window}", "window", "sides are >= 0, or -1 for unbounded")
+    checks.require(left >= -1 and right >= -1, op, "window", "window is {}", window, fix="sides are >= 0, or -1 for unbounded")
     return int(left), int(right)
 
 

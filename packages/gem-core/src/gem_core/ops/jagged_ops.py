@@ -44,10 +44,18 @@ def jagged_concat(parts: Sequence[Part], *, backend: str | None = None) -> Part:
     for i, (v, o) in enumerate(zip(values, offsets)):
         _check_part(op, f"parts[{i}]", v, o)
         checks.require(
-            v.shape[1:] == values[0].shape[1:], op, f"part {i} has rows {tuple(v.shape[1:])}, part 0 {tuple(values[0].shape[1:])}", "parts"
+            v.shape[1:] == values[0].shape[1:],
+            op,
+            "parts",
+            "part {} has rows {}, part 0 {}",
+            i,
+            tuple(v.shape[1:]),
+            tuple(values[0].shape[1:]),
         )
-        checks.require(v.dtype == values[0].dtype, op, f"part {i} has dtype {v.dtype}, part 0 {values[0].dtype}", "parts")
-        checks.require(o.shape == offsets[0].shape, op, f"part {i} has {o.shape[0] - 1} samples, part 0 {offsets[0].shape[0] - 1}", "parts")
+        checks.require(v.dtype == values[0].dtype, op, "parts", "part {} has dtype {}, part 0 {}", i, v.dtype, values[0].dtype)
+        checks.require(
+            o.shape == offsets[0].shape, op, "parts", "part {} has {} samples, part 0 {}", i, o.shape[0] - 1, offsets[0].shape[0] - 1
+        )
     total = offsets[0]
     for o in offsets[1:]:
         total = total + o
@@ -67,7 +75,7 @@ def jagged_split(
     _check_part(op, "values", values, offsets)
     checks.check_index(op, "lengths", lengths, values, "[B]")
     checks.require(
-        lengths.shape[0] == offsets.shape[0] - 1, op, f"{lengths.shape[0]} lengths for {offsets.shape[0] - 1} samples", "lengths"
+        lengths.shape[0] == offsets.shape[0] - 1, op, "lengths", "{} lengths for {} samples", lengths.shape[0], offsets.shape[0] - 1
     )
     first = pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
     rest = offsets - first
@@ -88,7 +96,9 @@ def jagged_sum(values: Tensor, offsets: Tensor, *, backend: str | None = None) -
 def jagged_mean(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
     """Mean of each sample's rows: ``[N, ...]`` float to ``[B, ...]``, accumulated in fp32 (fp64 for fp64); 0 for an empty sample."""
     _check_part("jagged_mean", "values", values, offsets)
-    checks.require(values.is_floating_point(), "jagged_mean", f"values have dtype {values.dtype}", "values", "cast them to a float dtype")
+    checks.require(
+        values.is_floating_point(), "jagged_mean", "values", "values have dtype {}", values.dtype, fix="cast them to a float dtype"
+    )
     return torch.ops.gem.jagged_mean.default(values, offsets, _spec("jagged_mean", (values,), backend))
 
 
@@ -100,7 +110,12 @@ def jagged_expand(values: Tensor, offsets: Tensor, *, rows: int | None = None, b
     op = "jagged_expand"
     checks.check_offsets_arg(op, "offsets", offsets, values)
     checks.require(
-        values.dim() >= 1 and values.shape[0] == offsets.shape[0] - 1, op, f"values have shape {tuple(values.shape)}", "values", "[B, ...]"
+        values.dim() >= 1 and values.shape[0] == offsets.shape[0] - 1,
+        op,
+        "values",
+        "values have shape {}",
+        tuple(values.shape),
+        fix="[B, ...]",
     )
     if rows is None:
         if not _readable(offsets):
@@ -113,7 +128,7 @@ def jagged_to_padded(values: Tensor, offsets: Tensor, max_len: int, fill: float 
     """``[N, ...]`` to ``[B, max_len, ...]``, rows past a sample's end set to ``fill``; a sample longer than ``max_len`` is an error."""
     op = "jagged_to_padded"
     _check_part(op, "values", values, offsets)
-    checks.require(max_len >= 0, op, f"max_len is {max_len}", "max_len")
+    checks.require(max_len >= 0, op, "max_len", "max_len is {}", max_len)
     spec = _spec(op, (values,), backend, fill=float(fill))
     return torch.ops.gem.jagged_to_padded.default(values, offsets, max_len, spec)
 
@@ -127,9 +142,14 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, *, rows: int | None = None
     checks.check_offsets_arg(op, "offsets", offsets, padded)
     samples = offsets.shape[0] - 1
     checks.require(
-        padded.dim() >= 2 and padded.shape[0] == samples, op, f"padded has shape {tuple(padded.shape)} for {samples} samples", "padded",
-        "[B, M, ...]",
-    )  # fmt: skip
+        padded.dim() >= 2 and padded.shape[0] == samples,
+        op,
+        "padded",
+        "padded has shape {} for {} samples",
+        tuple(padded.shape),
+        samples,
+        fix="[B, M, ...]",
+    )
     if rows is None:
         rows = int(offsets[-1]) if _readable(offsets) else padded.shape[0] * padded.shape[1]
     return torch.ops.gem.padded_to_jagged.default(padded, offsets, rows, _spec(op, (padded,), backend))

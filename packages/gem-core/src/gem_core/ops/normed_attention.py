@@ -49,16 +49,27 @@ def norm_gdpa(
     for name, t in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(OP, name, t, 3, "[N, H, D]")
         checks.require(
-            t.shape[1:] == q.shape[1:], OP, f"{name} has heads {tuple(t.shape[1:])}, q {tuple(q.shape[1:])}", name, "H = Hkv, D = Dv"
+            t.shape[1:] == q.shape[1:],
+            OP,
+            name,
+            "{} has heads {}, q {}",
+            name,
+            tuple(t.shape[1:]),
+            tuple(q.shape[1:]),
+            fix="H = Hkv, D = Dv",
         )
     checks.check_float(OP, q=q, k=k, v=v)
-    checks.require(k.shape[0] == v.shape[0], OP, f"k has {k.shape[0]} rows, v has {v.shape[0]}", "v")
+    checks.require(k.shape[0] == v.shape[0], OP, "v", "k has {} rows, v has {}", k.shape[0], v.shape[0])
     checks.check_offsets_arg(OP, "q_offsets", q_offsets, q)
     checks.check_offsets_arg(OP, "k_offsets", k_offsets, k)
     checks.require(
-        q_offsets.shape == k_offsets.shape, OP, f"q_offsets describes {q_offsets.shape[0] - 1} samples, k_offsets {k_offsets.shape[0] - 1}",
+        q_offsets.shape == k_offsets.shape,
+        OP,
         "k_offsets",
-    )  # fmt: skip
+        "q_offsets describes {} samples, k_offsets {}",
+        q_offsets.shape[0] - 1,
+        k_offsets.shape[0] - 1,
+    )
     activations.check_activation(OP, activation, q.shape[1])
     name = activation if isinstance(activation, str) else "+".join(activation)
     options = [("activation", name), ("scale_in", float(scale_in)), ("scale_out", float(scale_out)), ("eps", float(eps))]

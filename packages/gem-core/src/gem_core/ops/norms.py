@@ -125,24 +125,24 @@ def check_kind(op: str, kind: object) -> None:
 def check_rows(op: str, x: Tensor, residual: Tensor | None) -> None:
     if not isinstance(x, Tensor) or x.dim() < 1:
         raise OpError(f"{op}: x must be a tensor [..., C]", where="x")
-    checks.require(x.shape[-1] > 0, op, "x has no columns", "x")
+    checks.require(x.shape[-1] > 0, op, "x", "x has no columns")
     checks.check_float(op, x=x, residual=residual)
     if residual is not None:
-        checks.require(x.shape == residual.shape, op, f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}", "residual")
+        checks.require(x.shape == residual.shape, op, "residual", "residual has shape {}, x {}", tuple(residual.shape), tuple(x.shape))
 
 
 def check_vector(op: str, name: str, t: Tensor | None, x: Tensor, width: int) -> None:
     if t is None:
         return
-    checks.check_tensor(op, name, t, 1, f"[{width}]")
-    checks.require(t.shape[0] == width, op, f"{name} has {t.shape[0]} values, not {width}", name)
-    checks.require(t.is_floating_point(), op, f"{name} has dtype {t.dtype}", name, "use a float dtype")
-    checks.require(t.device == x.device, op, f"{name} is on {t.device}, x on {x.device}", name, "move them to one device")
+    checks.check_tensor(op, name, t, 1, "[C]")
+    checks.require(t.shape[0] == width, op, name, "{} has {} values, not {}", name, t.shape[0], width)
+    checks.require(t.is_floating_point(), op, name, "{} has dtype {}", name, t.dtype, fix="use a float dtype")
+    checks.require(t.device == x.device, op, name, "{} is on {}, x on {}", name, t.device, x.device, fix="move them to one device")
 
 
 def check_weight(op: str, name: str, w: Tensor, x: Tensor, width: int, bias_name: str, bias: Tensor | None) -> None:
-    checks.check_tensor(op, name, w, 2, f"[out, {width}]")
-    checks.require(w.shape[1] == width, op, f"{name} has {w.shape[1]} columns, its input {width}", name, "weights are [out, in]")
+    checks.check_tensor(op, name, w, 2, "[out, in]")
+    checks.require(w.shape[1] == width, op, name, "{} has {} columns, its input {}", name, w.shape[1], width, fix="weights are [out, in]")
     checks.check_float(op, **{"x": x, name: w, bias_name: bias})
     check_vector(op, bias_name, bias, x, w.shape[0])
 

@@ -12,9 +12,9 @@ class Plugin:
 
     @hookimpl
     def gem_kernels(self) -> list[KernelSpec]:
-        from gem_kernels import eager
+        from gem_kernels import eager, triton
 
-        return eager.specs()
+        return [*eager.specs(), *triton.specs()]
 
 
 plugin = Plugin()

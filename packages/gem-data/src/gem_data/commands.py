@@ -15,7 +15,23 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write
 
 def register(app: CommandGroups) -> None:
     group = app.group("data")
+    group.command()(inspect)
     group.command()(synth)
+    group.command()(convert)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Parquet file or folder.", show_default=False)],
+    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="The label, where its name does not tell.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Rows to look at, spread over the files; ranges are always of all rows.")] = 100_000,
+) -> None:
+    """Propose a configuration for Parquet files: which column is what, with the statistics that say so.
+
+    Example: gemrec data inspect logs/2024 > mine.toml && gemrec train mine.toml
+    """
+    from gem_data.inspect import propose
+
+    print(propose(path, label=label, sample_rows=sample))
 
 
 def synth(
@@ -47,4 +63,26 @@ def synth(
     config = SyntheticConfig(rows=rows, eval_rows=held, test_rows=test_rows or held, seed=seed, users=users, length=length)
     for split, count in write_synthetic(out, config).items():
         print(f"{out / split}.parquet: {count:,} rows")
+    print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
+
+
+def convert(
+    form: Annotated[str, typer.Argument(help="What the data is: movielens.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Folder of the data as distributed.", show_default=False)],
+    out: Out,
+    positions: Annotated[int, typer.Option(min=1, help="Training samples a user, where the data is one sequence a user.")] = 10,
+    max_history: Annotated[int, typer.Option(min=1, help="Newest events kept of each history, where the data is ratings.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of drawn positions and negatives.")] = 7,
+) -> None:
+    """Convert public data to Parquet with a configuration that trains on it. Converting again gives the same bytes.
+
+    Example: gemrec data convert movielens ml-1m --out converted
+    """
+    from gem_core.errors import ConfigError
+    from gem_data import movielens
+
+    if form != "movielens":
+        raise ConfigError(f"there is no converter for {form!r}", where="FORM", fix="use movielens; for other data see gemrec data inspect")
+    for split, rows in movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed).items():
+        print(f"{out / split}.parquet: {rows:,} rows")
     print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")

@@ -1,0 +1,350 @@
+"""Propose a ``[features]`` table for Parquet files, as TOML that works as it is.
+
+Names and statistics decide; the comments say what was seen, so that a wrong guess is found by reading. Nothing is guessed silently: a
+column that is left out is named with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Items
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tomli_w
+
+from gem_core.config.features import Features
+from gem_core.errors import DataError
+from gem_core.sources.contract import TRUE_PROBABILITY
+from gem_data.arrow import times
+from gem_data.files import DataFile, find_files
+from gem_data.profile import Column, profile
+
+_LABELS = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "target", "y", "ctr")
+_SECOND = ("conversion", "converted", "is_conversion", "purchase", "buy", "is_buy", "cvr", "order")
+_GRADED = ("rating", "stars", "score")
+_TIME = re.compile(r"(^|_)(timestamp|time|ts|datetime|date|event_time)s?$")
+_SAMPLE = ("sample_id", "row_id", "impression_id", "request_id", "record_id")
+_SPLIT = ("split", "fold", "is_train", "is_test")
+_HISTORY = re.compile(r"(^|_)(hist|history|seq|sequence|past|behaviou?r|events?|clicked|viewed|recent)(_|s?$)")
+_NOISE = re.compile(
+    r"^(hist|history|seq|sequence|past|user|clicked|viewed|recent|target|cand|candidate|ad)_|_(id|ids|list|hist|history|seq|sequence)$"
+)
+_ID = re.compile(
+    r"(^|_)(id|ids|code|type|category|cat|cate|brand|zip|gender|os|device|country|city|region|hour|day|weekday|position|slot)s?$"
+)
+_LONG_TEXT = 20
+_UNITS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (0, "s"))
+
+
+def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000) -> str:
+    """The text of a configuration with ``[data]`` and ``[features]`` for the Parquet file or folder ``path``.
+
+    :param label: the label column, where its name does not tell.
+    :raises DataError: unreadable files, a ``label`` that is not there, or nothing that could be a label.
+    """
+    files = find_files(path)
+    proposal = _Proposal(files, profile(files, sample_rows), label)
+    features = Features.model_validate(proposal.table())
+    assert features.labels  # _find_labels
+    splits = _splits(path, files, features, proposal)
+    head = [
+        f"# Proposed by 'gemrec data inspect': {len(files)} file(s), {sum(sum(f.rows) for f in files):,} rows. Read it before you train.",
+        *(f"# left out: {name}: {why}" for name, why in proposal.left_out.items()),
+        "",
+    ]
+    body = tomli_w.dumps({"data": {"source": "parquet", "parquet": splits}})
+    return "\n".join([*head, body, proposal.text()])
+
+
+class _Proposal:
+    def __init__(self, files: list[DataFile], columns: list[Column], label: str | None) -> None:
+        self.columns = {c.name: c for c in columns}
+        self.left_out: dict[str, str] = {}
+        self.top: dict[str, Any] = {}
+        self.sections: list[tuple[str, dict[str, Any]]] = []
+        self._free = dict(self.columns)
+        self._shared: dict[str, int] = {}
+        self.time: Column | None = None
+        self._find_labels(label, files)
+        self._find_special()
+        histories = self._find_histories()
+        events = {key for _, part in histories for g in part["sequences"].values() for key, f in g["fields"].items() if "rows" in f}
+        scalars = self._scalars(events)
+        bags = self._bags()
+        self._tables(scalars, histories)
+        for comment, part in [*scalars, *bags, *histories]:
+            self.sections.append((comment, part))
+        self.sections += self.label_sections
+
+    def table(self) -> dict[str, Any]:
+        merged: dict[str, Any] = dict(self.top)
+        for _, part in self.sections:
+            _merge(merged, deepcopy(part))
+        return merged
+
+    def text(self) -> str:
+        parts = [tomli_w.dumps({"features": self.top})] if self.top else []
+        for comment, part in self.sections:
+            parts.append(f"# {comment}\n" + tomli_w.dumps({"features": part}))
+        return "\n".join(parts)
+
+    def _take(self, name: str) -> Column:
+        return self._free.pop(name)
+
+    # --- labels, times, ids ---------------------------------------------------------------------------------------------------------
+
+    def _find_labels(self, asked: str | None, files: list[DataFile]) -> None:
+        where = files[0].path
+        if asked is not None and asked not in self._free:
+            raise DataError(f"there is no column {asked!r}", where=where, fix=f"--label must be one of {', '.join(self._free)}")
+        binary = [c.name for c in self._free.values() if _binary(c)]
+        first = asked or next((n for wanted in _LABELS for n in binary if n.lower() == wanted), None)
+        second = next((n for wanted in _SECOND for n in binary if n.lower() == wanted and n != first), None)
+        graded = next(
+            (c for n in _GRADED for c in self._free.values() if c.name.lower() == n and c.kind in ("int", "float") and not c.depth), None
+        )
+        if first is None:
+            first, second = second, None
+        self.label_sections: list[tuple[str, dict[str, Any]]] = []
+        if first is None and graded is not None:
+            at = float(np.ceil(graded.mean))
+            self._label("ctr", self._take(graded.name), {"threshold": at}, f"{graded.low} to {graded.high}, mean {graded.mean:.2f}")
+            return
+        if first is None:
+            raise DataError("no column looks like a label", where=where, fix="name it: --label COLUMN (a column of 0 and 1, or graded)")
+        column = self._take(first)
+        extra = {} if _binary(column) else {"threshold": float(np.ceil(column.mean))}
+        self._label("ctr", column, extra, f"mean {_mean(column):.4f} of {column.rows:,} rows")
+        if second is not None:
+            self._label("cvr", self._take(second), {"mask": first}, f"mean {_mean(self.columns[second]):.4f}; counts where {first} is 1")
+
+    def _label(self, task: str, column: Column, extra: dict[str, Any], seen: str) -> None:
+        spec = {**({} if column.name == task else {"column": column.name}), **extra}
+        self.label_sections.append((f"{column.name}: {seen}", {"labels": {task: spec}}))
+
+    def _find_special(self) -> None:
+        for column in list(self._free.values()):
+            name = column.name.lower()
+            if name in _SPLIT and not column.depth:
+                self._take(column.name)
+                self.left_out[column.name] = "looks like a split; use it in train_filter, eval_filter and test_filter"
+            elif (
+                name in _SAMPLE and column.kind in ("int", "text") and not column.depth and not column.nulls and "sample_id" not in self.top
+            ):
+                self.top["sample_id"] = self._take(column.name).name
+            elif name in _GRADED and column.kind in ("int", "float"):
+                self._take(column.name)
+                self.left_out[column.name] = "looks like another form of the label"
+            elif self.time is None and not column.depth and not column.nulls and (column.kind == "time" or _is_time(column)):
+                self.time = self._take(column.name)
+                self.top["timestamp"] = column.name
+                if column.kind == "int" and _unit(column) != "s":
+                    self.top["timestamp_unit"] = _unit(column)
+        known = [self._take(n).name for n in list(self._free) if n.startswith(TRUE_PROBABILITY)]
+        group = ["user_id"] if "user_id" in self._free and self._free["user_id"].depth == 0 else []
+        if group or known:
+            self.top["columns"] = group + known
+
+    # --- features ---------------------------------------------------------------------------------------------------------------------
+
+    def _scalars(self, events: set[str]) -> list[tuple[str, dict[str, Any]]]:
+        found = []
+        for column in [c for c in self._free.values() if c.depth == 0]:
+            self._take(column.name)
+            part = self._scalar(column, _core(column.name) in events)
+            if part is not None:
+                found.append(part)
+        return found
+
+    def _scalar(self, c: Column, event: bool) -> tuple[str, dict[str, Any]] | None:
+        if c.kind in ("other", "time"):
+            self.left_out[c.name] = f"type {c.type}" if c.kind == "other" else "a second time column"
+            return None
+        if c.kind == "text":
+            widths = pc.mean(pc.binary_length(c.sample)).as_py() or 0
+            if widths > _LONG_TEXT and c.distinct > 100:
+                self.left_out[c.name] = f"free text ({widths:.0f} bytes on average)"
+                return None
+        if c.distinct <= 1:
+            self.left_out[c.name] = "holds one value only"
+            return None
+        if c.kind == "float" or (c.kind == "int" and not event and not _id_like(c)):
+            return f"{c.name}: {c.low:g} to {c.high:g}, {c.nulls:,} missing of {c.rows:,}", {"dense": {c.name: _dense(c)}}
+        return f"{c.name}: about {c.distinct:,} values in {c.rows:,} rows, {c.nulls:,} missing", {"sparse": {c.name: _ids(c)}}
+
+    def _find_histories(self) -> list[tuple[str, dict[str, Any]]]:
+        """Groups of list columns with the same lengths; a group is a history by its name or its lengths."""
+        groups: list[list[Column]] = []
+        for column in [c for c in self._free.values() if c.depth and c.offsets is not None]:
+            if column.depth == 1 and column.kind == "float" and column.width is not None:
+                continue
+            same = next((g for g in groups if np.array_equal(g[0].offsets, column.offsets)), None)
+            groups.append([column]) if same is None else same.append(column)
+        found = []
+        for group in groups:
+            ids = [c for c in group if c.kind in ("int", "text", "bool") and not _is_time(c)]
+            named = any(_HISTORY.search(c.name.lower()) for c in group)
+            if ids and (named or len(group) > 1 or group[0].lengths.mean() > 20):
+                found.append(self._history(group, "history" if not found else f"history{len(found) + 1}"))
+        return found
+
+    def _history(self, group: list[Column], name: str) -> tuple[str, dict[str, Any]]:
+        spec: dict[str, Any] = {"fields": {}}
+        notes = [f"{', '.join(c.name for c in group)}: {group[0].quantiles()}"]
+        offsets = group[0].offsets
+        assert offsets is not None
+        first = offsets[:-1][np.diff(offsets) > 0]
+        for column in group:
+            self._take(column.name)
+            if _is_time(column) and "timestamps" not in spec and column.depth == 1:
+                spec["timestamps"] = column.name
+                unit, stamps = _unit(column), times(column.sample, _unit(column))[0]
+                if unit != "s":
+                    spec["time_unit"] = unit
+                falls = np.flatnonzero(np.diff(stamps) < 0) + 1
+                if not np.isin(falls, offsets).all():
+                    spec["order"] = "sort"
+                    notes.append("some are out of order and will be sorted")
+                continue
+            if column.kind in ("other", "time") or (column.kind == "float" and column.depth == 2 and column.width is None):
+                self.left_out[column.name] = f"type {column.type}"
+                continue
+            field = {"column": column.name}
+            if column.kind == "float":
+                field |= {"kind": "vector", "dim": column.width} if column.depth == 2 else {"kind": "float", **_scale(column)}
+                if column.nulls:
+                    field["default"] = 0
+            else:
+                field |= _ids(column)
+            spec["fields"][_core(column.name)] = field
+            zeros = column.kind == "int" and column.depth == 1 and first.size
+            if zeros and bool((_values(column)[first] == 0).all()) and int((_values(column) == 0).sum()) == first.size:
+                spec["drop_first"] = 1
+                notes.append("the first event is always 0, a pad, and is dropped")
+        longest = int(group[0].lengths.max(initial=1))
+        spec["max_length"] = min(4096, 1 << max(4, int(np.ceil(np.log2(longest + 1)))))
+        return "; ".join(notes), {"sequences": {name: spec}}
+
+    def _bags(self) -> list[tuple[str, dict[str, Any]]]:
+        found = []
+        for c in list(self._free.values()):
+            self._take(c.name)
+            if c.depth == 1 and c.kind == "float" and c.width is not None and not c.nulls:
+                found.append((f"{c.name}: vectors of {c.width} numbers", {"vectors": {c.name: {"dim": c.width}}}))
+            elif c.depth == 1 and c.kind in ("int", "text", "bool"):
+                found.append((f"{c.name}: {c.quantiles()}", {"sparse": {c.name: {**_ids(c), "pooling": "mean"}}}))
+            else:
+                self.left_out[c.name] = f"type {c.type}"
+        return found
+
+    def _tables(self, scalars: Items[tuple[str, dict[str, Any]]], histories: Items[tuple[str, dict[str, Any]]]) -> None:
+        """Event fields and sparse features of one kind of thing share a table, and the field's target is the feature."""
+        single = {_core(n): (n, spec) for _, part in scalars for n, spec in part.get("sparse", {}).items()}
+        for _, part in histories:
+            for group in part["sequences"].values():
+                for key, field in group["fields"].items():
+                    if key not in single or "rows" not in field or single[key][1].get("hash") != field.get("hash"):
+                        continue
+                    name, spec = single[key]
+                    rows = max(spec.pop("rows", self._shared.get(key, 0)), field.pop("rows"))
+                    self._shared[key] = max(rows, self._shared.get(key, 0))
+                    spec["table"] = field["table"] = key
+                    group.setdefault("target", {})[key] = name
+        if self._shared:
+            tables = {"tables": {k: {"rows": r} for k, r in self._shared.items()}}
+            self.sections.append(("tables that a feature and a history share", tables))
+
+
+def _splits(path: Path, files: list[DataFile], features: Features, proposal: _Proposal) -> dict[str, Any]:
+    """Train, eval and test: by the files' names, else by time, else the same rows for all."""
+    named: dict[str, list[str]] = {}
+    for split, words in {"train": ("train",), "eval": ("valid", "validation", "val", "eval", "dev"), "test": ("test",)}.items():
+        exact = sorted(f.path for f in files if Path(f.path).stem.lower() in words)
+        named[split] = exact or sorted(f.path for f in files if Path(f.path).name.lower().startswith(words))
+    if named["train"] and named["eval"]:
+        return {split: paths for split, paths in named.items() if paths}
+    whole = str(path)
+    if proposal.time is None:
+        return {"train": [whole], "eval": [whole]}
+    column = proposal.time
+    stamps = times(column.sample, features.timestamp_unit)[0]
+    name = column.name if column.name.isidentifier() else f'col("{column.name}")'
+    cut = int(np.quantile(stamps, 0.9))
+    value = str(cut) if column.kind == "int" else repr(str(pa.scalar(cut, pa.timestamp(features.timestamp_unit)).as_py()))
+    return {"train": [whole], "eval": [whole], "train_filter": f"{name} < {value}", "eval_filter": f"{name} >= {value}"}
+
+
+# --- what a column looks like -------------------------------------------------------------------------------------------------------------
+
+
+def _binary(c: Column) -> bool:
+    return not c.depth and not c.nulls and (c.kind == "bool" or (c.kind in ("int", "float") and c.low in (0, 1) and c.high in (0, 1)))
+
+
+def _mean(c: Column) -> float:
+    return (
+        float(pc.mean(c.sample.cast(pa.float64())).as_py() or 0) if c.kind != "bool" else float(pc.mean(c.sample.cast(pa.uint8())).as_py())
+    )
+
+
+def _is_time(c: Column) -> bool:
+    return c.kind == "time" or (c.kind == "int" and bool(_TIME.search(c.name.lower())) and (c.low or 0) > 1e8)
+
+
+def _unit(c: Column) -> str:
+    return "s" if c.kind == "time" else next(unit for least, unit in _UNITS if (c.high or 0) >= least)
+
+
+def _id_like(c: Column) -> bool:
+    if c.low is not None and c.low < 0:
+        return False
+    if _ID.search(c.name.lower()) or c.distinct <= min(1000, max(20, c.rows // 10)):
+        return True
+    # Counts and amounts crowd near zero; ids fill their range.
+    return c.distinct > 0.3 * (c.high - c.low + 1) and c.mean > 0.25 * c.high
+
+
+def _ids(c: Column) -> dict[str, Any]:
+    if c.kind == "bool":
+        return {"rows": 2}
+    spread = c.kind == "int" and c.low is not None and (c.low < 0 or c.high >= max(10_000_000, 1000 * c.distinct))
+    if c.kind == "text" or spread:
+        spec: dict[str, Any] = {"rows": 1 << int(np.ceil(np.log2(max(1024, 8 * c.distinct)))), "hash": True}
+    else:
+        spec = {"rows": int(c.high) + 1}
+    return {**spec, **({"default": 0} if c.nulls else {})}
+
+
+def _dense(c: Column) -> dict[str, Any]:
+    return {**_scale(c), **({"default": 0.0 if c.low == c.high else round(c.mean, 6)} if c.nulls else {})}
+
+
+def _scale(c: Column) -> dict[str, Any]:
+    if c.low is not None and c.low >= 0 and c.mean and c.high > 50 * c.mean:
+        return {"transform": "log1p"}
+    return {"mean": round(c.mean, 6), "std": round(c.std, 6)} if c.std > 1e-6 else {}
+
+
+def _core(name: str) -> str:
+    """The name without what marks a history or an id: hist_item_ids and item_id are both item."""
+    core, before = name.lower(), ""
+    while core != before:
+        before, core = core, _NOISE.sub("", core)
+    return (core[:-1] if core.endswith("s") and len(core) > 3 else core) or name.lower()
+
+
+def _values(c: Column) -> np.ndarray:
+    return pc.fill_null(c.sample, 0).to_numpy(zero_copy_only=False)
+
+
+def _merge(into: dict[str, Any], part: dict[str, Any]) -> None:
+    for key, value in part.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value

@@ -1,0 +1,142 @@
+"""Statistics of Parquet columns: exact ranges over all rows, the rest from a sample of row groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gem_data import arrow
+from gem_data.arrow import Ints, is_list
+from gem_data.columns import Chunk
+from gem_data.files import DataFile, Reader
+
+
+@dataclass
+class Column:
+    """``kind``: "int", "float", "text", "bool", "time", "other"; ``depth`` 0: one value a row, 1: a list, 2: lists in a list.
+
+    ``low``, ``high``: of numbers, over all rows; ``distinct``, ``nulls``, ``mean``, ``std``, ``lengths``, ``width`` of the sample
+    (``width``: the one length that all lists have, else None). ``sample``: the values, for what else may be asked.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    type: pa.DataType
+    low: Any = None
+    high: Any = None
+    distinct: int = 0
+    nulls: int = 0
+    rows: int = 0
+    mean: float = 0.0
+    std: float = 1.0
+    width: int | None = None
+    offsets: Ints | None = None
+    sample: pa.Array = field(default_factory=lambda: pa.array([]))
+
+    @property
+    def lengths(self) -> Ints:
+        return np.diff(self.offsets) if self.offsets is not None else np.zeros(0, dtype=np.int64)
+
+    def quantiles(self) -> str:
+        n = self.lengths
+        return f"lengths {n.min()} / {int(np.median(n))} / {n.mean():.1f} / {n.max()} (min, median, mean, max)" if n.size else "no rows"
+
+
+def profile(files: list[DataFile], sample_rows: int) -> list[Column]:
+    """Every column of the first file, over all files."""
+    reader = Reader()
+    chunks = _sample(files, reader, sample_rows)
+    columns = []
+    for name in dict.fromkeys(files[0].schema.names):
+        column = _describe(name, chunks)
+        if column.kind == "int":
+            column.low, column.high = _range(files, reader, name, column)
+        columns.append(column)
+    for name, _ in files[0].partition:
+        columns.append(_describe(name, chunks))
+        if columns[-1].kind == "int":
+            values = [int(v) for f in files for k, v in f.partition if k == name]
+            columns[-1].low, columns[-1].high = min(values), max(values)
+    reader.close()
+    return columns
+
+
+def _sample(files: list[DataFile], reader: Reader, rows: int) -> list[Chunk]:
+    """Row groups spread evenly over the files, together at least ``rows`` rows (or all there are)."""
+    units = [(f, i) for f in files for i, n in enumerate(f.rows) if n]
+    total = sum(f.rows[i] for f, i in units)
+    count = max(1, min(len(units), round(len(units) * rows / max(1, total))))
+    picked = [units[i] for i in np.unique(np.linspace(0, len(units) - 1, count).astype(int))] if units else [(files[0], 0)]
+    if not units:
+        return [Chunk(files[0], 0, files[0].schema.empty_table(), 0)]
+    return [Chunk(f, i, reader.row_group(f, i, f.leaves), f.rows[i]) for f, i in picked]
+
+
+def _describe(name: str, chunks: list[Chunk]) -> Column:
+    parts = [c.array(name) for c in chunks]
+    column = Column(name, "other", 0, parts[0].type, rows=sum(c.size for c in chunks))
+    items = parts
+    while is_list(items[0].type) and column.depth < 2:
+        found = [arrow.lists(p) for p in items]
+        if column.depth == 0:
+            ends = np.cumsum([0, *(f.offsets[-1] for f in found)])
+            column.offsets = np.concatenate([[0], *(f.offsets[1:] + e for f, e in zip(found, ends))])
+        lengths = np.concatenate([f.lengths for f in found])
+        column.width = int(lengths[0]) if lengths.size and (lengths == lengths[0]).all() and lengths[0] else None
+        items = [f.values for f in found]
+        column.depth += 1
+    kind = items[0].type
+    column.kind = _kind(kind)
+    if any(p.type != kind for p in items):
+        items = [p.cast(pa.int64() if column.kind == "int" else pa.float64()) for p in items]
+    values = pa.concat_arrays(items)
+    column.sample = values
+    column.nulls = values.null_count
+    if column.kind == "other":
+        return column
+    column.distinct = int(pc.count_distinct(values).as_py())
+    if column.kind in ("int", "float"):
+        numbers, missing = arrow.floats(values)
+        numbers = numbers[np.isfinite(numbers)] if missing is None else numbers[~missing & np.isfinite(numbers)]
+        column.nulls = values.null_count if missing is None else int(missing.sum())
+        if numbers.size:
+            column.low, column.high = numbers.min().item(), numbers.max().item()
+            column.mean, column.std = float(numbers.mean(dtype=np.float64)), float(numbers.std(dtype=np.float64))
+    return column
+
+
+def _kind(kind: pa.DataType) -> str:
+    if pa.types.is_boolean(kind):
+        return "bool"
+    if pa.types.is_integer(kind):
+        return "int"
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "float"
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return "time"
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return "text" if text else "other"
+
+
+def _range(files: list[DataFile], reader: Reader, name: str, column: Column) -> tuple[int, int]:
+    """Smallest and largest integer over all row groups: from statistics, or by reading the column where there are none."""
+    low, high = int(column.low or 0), int(column.high or 0)
+    for file in files:
+        if name not in file.schema.names:
+            continue
+        leaves = tuple(leaf for leaf in file.leaves if leaf == name or leaf.startswith(f"{name}."))
+        for i, rows in enumerate(file.rows):
+            known = reader.statistics(file, i)
+            if all(leaf in known for leaf in leaves):
+                found = [known[leaf][:2] for leaf in leaves]
+                low, high = min(low, *(f[0] for f in found)), max(high, *(f[1] for f in found))
+            elif rows:
+                part = _describe(name, [Chunk(file, i, reader.row_group(file, i, leaves), rows)])
+                if part.low is not None:
+                    low, high = min(low, int(part.low)), max(high, int(part.high))
+    return low, high

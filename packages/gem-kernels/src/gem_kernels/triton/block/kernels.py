@@ -28,7 +28,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _locate(offsets, slot, batch, total_rows, BLOCK: tl.constexpr):
+def locate(offsets, slot, batch, total_rows, BLOCK: tl.constexpr):
     """(sample, first row of its slot, rows in the slot, position of the first row in the sample); sample == batch is the slack."""
     low = batch * 0
     high = batch
@@ -75,7 +75,7 @@ def _load_tile(pointer, rows, stride_row, c, s, BLOCK: tl.constexpr, D: tl.const
     i = tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
     mask = (i < rows)[:, None] & (d < D)[None, :]
-    x = tl.load(pointer + i.to(tl.int64)[:, None] * stride_row + d[None, :], mask=mask, other=0.0)
+    x = tl.load(pointer + (i[:, None] * stride_row + d[None, :]), mask=mask, other=0.0)
     if ROTARY:
         x = _rotate(x.to(tl.float32), c, s, BLOCK, DP).to(x.dtype)
     return x
@@ -86,7 +86,7 @@ def _store_tile(pointer, x, rows, stride_row, BLOCK: tl.constexpr, D: tl.constex
     i = tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
     mask = (i < rows)[:, None] & (d < D)[None, :]
-    tl.store(pointer + i.to(tl.int64)[:, None] * stride_row + d[None, :], x.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointer + (i[:, None] * stride_row + d[None, :]), x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,8 +109,9 @@ def _probabilities(q, k, rows, scale, BLOCK: tl.constexpr, PRECISION: tl.constex
 @triton.jit(do_not_specialize=["batch", "total_rows", "table_rows"])
 def block_fwd_kernel(
     q, k, v, out, offsets, cos, sin, rotary_rows,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     batch, total_rows, table_rows, scale,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
+    stride_vn: tl.constexpr, stride_vh: tl.constexpr, stride_on: tl.constexpr, stride_oh: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     ROTARY: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +120,7 @@ def block_fwd_kernel(
     GROUPS: tl.constexpr = KV_HEADS // HEADS
     slot = pid // GROUPS
     first_head = pid % GROUPS * HEADS
-    sample, start, rows, position = _locate(offsets, slot, batch, total_rows, BLOCK)
+    sample, start, rows, position = locate(offsets, slot, batch, total_rows, BLOCK)
     if rows > 0:
         if sample == batch:
             zero = tl.zeros([BLOCK, DP], tl.float32)
@@ -145,8 +146,9 @@ def block_fwd_kernel(
 @triton.jit(do_not_specialize=["batch", "total_rows", "table_rows"])
 def block_bwd_kernel(
     q, k, v, do, dq, dk, dv, offsets, cos, sin, rotary_rows,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_don, stride_doh,
     batch, total_rows, table_rows, scale,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
+    stride_vn: tl.constexpr, stride_vh: tl.constexpr, stride_don: tl.constexpr, stride_doh: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     ROTARY: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +159,7 @@ def block_bwd_kernel(
     first_head = pid % GROUPS * HEADS
     stride_dqn: tl.constexpr = KV_HEADS * GROUP * D
     stride_dkn: tl.constexpr = KV_HEADS * D
-    sample, start, rows, position = _locate(offsets, slot, batch, total_rows, BLOCK)
+    sample, start, rows, position = locate(offsets, slot, batch, total_rows, BLOCK)
     if rows > 0:
         if sample == batch:
             zero = tl.zeros([BLOCK, DP], tl.float32)

@@ -89,13 +89,14 @@ def _launch(kernel: Any, problem: Problem, tensors: tuple[Tensor, ...], strided:
     slots = n // block + batch + 1
     launch(
         kernel, (slots * (kv_heads // heads),), tensors[0].device,
-        *tensors, offsets, cos, sin, rotary_rows, *(t.stride(i) for t in strided for i in (0, 1)),
-        batch, n, 0 if cos is None else cos.shape[0], d**-0.5 if scale is None else scale,
+        *tensors, offsets, cos, sin, rotary_rows, batch, n, 0 if cos is None else cos.shape[0], d**-0.5 if scale is None else scale,
+        *(t.stride(i) for t in strided for i in (0, 1)),
         GROUP=problem.dim("H") // kv_heads, KV_HEADS=kv_heads, HEADS=heads, D=d, DP=max(16, 1 << (d - 1).bit_length()), BLOCK=block,
         ROTARY=cos is not None, BY_ROW=rotary_rows is not None, PRECISION=precision, **meta,
     )  # fmt: skip
 
 
 def _rows_last_contiguous(t: Tensor) -> Tensor:
-    """Views of a fused projection are read where they are; only a head whose elements are not adjacent is copied."""
-    return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
+    """Views of a fused projection are read where they are; only where elements of a head are not adjacent, or rows so far apart that
+    32 bits do not address a tile, a copy is made."""
+    return t if t.numel() == 0 or (t.stride(-1) == 1 and t.stride(0) < 1 << 23) else t.contiguous()

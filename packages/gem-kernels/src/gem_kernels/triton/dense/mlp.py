@@ -1,0 +1,168 @@
+"""Launching the `mlp` kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.contract import Problem, Supported, no
+from gem_kernels.triton.attention.activations import IDS, gain
+from gem_kernels.triton.common.configs import Config, choose
+from gem_kernels.triton.common.device import DeviceInfo, device_info
+from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.dense.support import (
+    HALF,
+    NAMES,
+    cast,
+    column_sum,
+    common_support,
+    descriptors_possible,
+    power_of_two,
+    precision,
+    rows_contiguous,
+    source,
+    stride,
+    unique,
+    weight_grad,
+)
+
+WORKSPACE_BYTES = 1 << 30
+"""Most that backward keeps of act(z) and dz at a time; more rows are done in turns."""
+
+Saved = tuple[Tensor | None, ...]
+
+
+def supports(problem: Problem) -> Supported:
+    """Input and output rows of up to 512 elements (128 in fp32), which stay on the chip together with a hidden tile."""
+    answer = common_support(problem, ("x", "w1", "w2"))
+    if not answer:
+        return answer
+    widest = 512 if problem.dtype("x") in HALF else 128
+    for name in ("in", "out"):
+        if problem.dim(name) > widest:
+            return no(f"{name} up to {widest} in {NAMES[problem.dtype('x')]}, got {problem.dim(name)}: a row block must stay on the chip")
+    return answer
+
+
+def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("activation", problem.option("activation")),
+        ("dtype", NAMES[problem.dtype("x")]),
+        ("in", power_of_two(problem.dim("in"))),
+        ("norm", problem.option("norm") or "none"),
+        ("out", power_of_two(problem.dim("out"))),
+    )
+
+
+def candidates(problem: Problem, info: DeviceInfo, backward: bool) -> list[Config]:
+    """Row blocks of 128 where input, accumulators and two stages of both weights' tiles fit in shared memory."""
+    width = max(power_of_two(problem.dim("in")), power_of_two(problem.dim("out")))
+    hidden = power_of_two(problem.dim("hidden"))
+    if problem.dtype("x") not in HALF:
+        shapes = [(32, 32, 4, 1)]
+    elif not info.nvidia or info.key == "sm_80":
+        shapes = [(64, 32, 4, 2), (64, 64, 4, 1)] if width <= 128 else [(32, 32, 4, 1)]
+    elif width <= 128:
+        shapes = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
+    elif width == 256:
+        shapes = [(128, 32, 8, 2), (64, 64, 8, 2)] if backward else [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)]
+    else:
+        shapes = [(64, 16, 8, 2)] if backward else [(64, 32, 8, 2), (64, 16, 8, 2)]
+    return unique([{"BLOCK_M": m, "BLOCK_H": min(h, hidden), "num_warps": w, "num_stages": s} for m, h, w, s in shapes])
+
+
+def forward(problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+            residual: Tensor | None) -> tuple[Any, Saved]:  # fmt: skip
+    """See `gem_core.ops.mlp`: reads x once, writes y once; the weights come from the cache."""
+    rows, width = x.shape
+    norm, layer = problem.option("norm") is not None, problem.option("norm") == "layer"
+    hidden, out = w2.shape[1], w2.shape[0]
+    y = torch.empty((rows, out), dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    mean, rstd = (torch.empty(n, dtype=torch.float32, device=x.device) for n in (rows if layer else 0, rows if norm else 0))
+    x_rows, added, up, down = rows_contiguous(x), rows_contiguous(residual), w1.contiguous(), w2.contiguous()
+    info = device_info(x.device)
+    tma = descriptors_possible(info, up, down)
+    act = IDS[problem.option("activation")]
+
+    def run(config: Config) -> None:
+        from gem_kernels.triton.dense.mlp_kernels import mlp_fwd_kernel
+
+        h, in_pad, out_pad = config["BLOCK_H"], power_of_two(width), power_of_two(out)
+        launch(
+            mlp_fwd_kernel, (-(-rows // config["BLOCK_M"]),), x.device,
+            x_rows, added, source(up, h, in_pad, tma), b1, source(down, out_pad, h, tma), b2, up.float().sum(1) if layer else None,
+            y, total, mean, rstd, stride(x_rows), stride(added), rows, problem.option("eps"), gain(act),
+            IN=width, IN_PAD=in_pad, HIDDEN=hidden, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=info.nvidia and x.dtype in HALF,
+            NORM=norm, LAYER=layer, BIAS1=b1 is not None, BIAS2=b2 is not None, RESIDUAL=residual is not None, TMA=tma,
+            PRECISION=precision(x.dtype, info), **config,
+        )  # fmt: skip
+
+    if rows:
+        run(choose("mlp.forward", facts(problem), info, lambda: candidates(problem, info, backward=False), run))
+    return (y, total), (x if total is None else total, w1, b1, w2, b2, mean, rstd)
+
+
+def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Saved:
+    """Workspace: act(z) and dz of as many rows as fit in 1 GiB, the normalised x under a norm, and column sums of dz."""
+    x, w1, b1, w2, b2, mean, rstd = saved
+    dy, dtotal = (rows_contiguous(t) for t in dout)
+    inputs = (x, w1, b1, w2, b2)
+    if dy is None:
+        return cast(needs, inputs, (dtotal.clone(), *(None if t is None else torch.zeros_like(t) for t in inputs[1:])))
+    x = rows_contiguous(x)
+    rows = x.shape[0]
+    dx = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
+    dw1, db1, dw2 = (torch.zeros(t.shape, dtype=torch.float32, device=x.device) for t in (w1, w1[:, 0], w2))
+    turn = max(128, WORKSPACE_BYTES // (2 * x.element_size() * w1.shape[0]) // 128 * 128)
+    for begin in range(0, rows, turn):
+        part = slice(begin, min(begin + turn, rows))
+        stats = (t if t is None or t.numel() == 0 else t[part] for t in (mean, rstd))
+        given = None if dtotal is None else dtotal[part]
+        hidden, dhidden, normed, sums = _rows(problem, x[part], w1, b1, w2, dy[part], given, *stats, dx[part], needs[2])
+        if needs[1]:
+            weight_grad(dhidden, normed, dw1)
+        if needs[3]:
+            weight_grad(dy[part], hidden, dw2)
+        if needs[2]:
+            db1 += sums.sum(0)
+    return cast(needs, inputs, (dx, dw1, db1, dw2, column_sum(dy) if needs[4] else None))
+
+
+def _rows(
+    problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None,
+    rstd: Tensor | None, dx: Tensor, bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Write dx of these rows; act(z), dz, the (normalised) input, and column sums of dz by row block."""
+    rows, width = x.shape
+    norm, layer = problem.option("norm") is not None, problem.option("norm") == "layer"
+    size, out = w1.shape[0], w2.shape[0]
+    hidden, dhidden = (torch.empty((rows, size), dtype=x.dtype, device=x.device) for _ in range(2))
+    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device) if norm else x
+    sums: list[Tensor | None] = [None]
+    up, down = w1.contiguous(), w2.contiguous()
+    info = device_info(x.device)
+    tma = descriptors_possible(info, up, down, hidden)
+    act = IDS[problem.option("activation")]
+
+    def run(config: Config) -> None:
+        from gem_kernels.triton.dense.mlp_kernels import mlp_bwd_kernel
+
+        m, h, in_pad, out_pad = config["BLOCK_M"], config["BLOCK_H"], power_of_two(width), power_of_two(out)
+        blocks = -(-rows // m)
+        if bias:
+            sums[0] = torch.empty((blocks, size), dtype=torch.float32, device=x.device)
+        launch(
+            mlp_bwd_kernel, (blocks,), x.device,
+            x, dy, dtotal, source(up, h, in_pad, tma), b1, source(down, out_pad, h, tma), up.float().sum(1) if layer else None,
+            mean, rstd, dx, source(hidden, m, h, tma), source(dhidden, m, h, tma), normed if norm else None, sums[0],
+            stride(x), stride(dy), stride(dtotal), rows, gain(act),
+            IN=width, IN_PAD=in_pad, HIDDEN=size, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=info.nvidia and x.dtype in HALF,
+            NORM=norm, LAYER=layer, BIAS1=b1 is not None, DBIAS1=bias, DTOTAL=dtotal is not None, TMA=tma,
+            PRECISION=precision(x.dtype, info), **config,
+        )  # fmt: skip
+
+    run(choose("mlp.backward", facts(problem), info, lambda: candidates(problem, info, backward=True), run))
+    return hidden, dhidden, normed, sums[0]

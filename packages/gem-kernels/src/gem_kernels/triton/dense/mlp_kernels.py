@@ -1,0 +1,134 @@
+"""Triton kernels of `mlp`: the hidden tile lives in registers and never reaches memory in the forward pass.
+
+             w1ᵀ chunk          act        w2ᵀ chunk
+   x rows ┌───────────┐  z ┌────────┐  a ┌───────────┐
+   BLOCK_M│  BLOCK_H  │ ─► │registers│ ─► │ += y rows │     for every chunk of BLOCK_H hidden columns
+          └───────────┘    └────────┘    └───────────┘
+
+A norm in front is applied lazily: z = r (x w1ᵀ − μ Σw1) + b1 with the row statistics of the whole x tile. Backward recomputes z chunk by
+chunk, accumulates dx = dz w1 in registers and leaves a = act(z) and dz in a workspace, from which the weights' gradients are two plain
+products. x + residual is stored first and read back, so that it enters the products from shared memory like any loaded tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gem_kernels.triton.attention.activations import activate, activate_with_slope
+from gem_kernels.triton.dense.norm_epilogue import finish, row_sums
+from gem_kernels.triton.dense.tiles import load_tile, store_tile
+
+
+@triton.jit
+def _row_statistics(x, IN: tl.constexpr, IN_PAD: tl.constexpr, LAYER: tl.constexpr, eps):
+    """Mean (0 for RMSNorm) and rstd of whole rows [rows, IN_PAD], zero beyond IN."""
+    v = x.to(tl.float32)
+    mu = tl.sum(v, 1) / IN
+    if LAYER:
+        v = tl.where((tl.arange(0, IN_PAD) < IN)[None, :], v - mu[:, None], 0.0)
+    else:
+        mu = mu * 0.0
+    return mu, tl.rsqrt(tl.sum(v * v, 1) / IN + eps)
+
+
+@triton.jit
+def _hidden(x, w1, b1, column_sum, mu, r, h, IN_PAD: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr,
+            NORM: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """z of one chunk; ``w1`` is its tile [BLOCK_H, IN_PAD]."""
+    z = tl.dot(x, tl.trans(w1), input_precision=PRECISION)
+    j = h + tl.arange(0, BLOCK_H)
+    if LAYER:
+        z -= mu[:, None] * tl.load(column_sum + j, mask=j < HIDDEN, other=0.0)[None, :]
+    if NORM:
+        z *= r[:, None]
+    if BIAS:
+        z += tl.load(b1 + j, mask=j < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit(do_not_specialize=["rows"])
+def mlp_fwd_kernel(
+    x, residual, w1, b1, w2, b2, column_sum, y, total, mean, rstd, stride_x: tl.constexpr, stride_r: tl.constexpr, rows, eps, gain,
+    IN: tl.constexpr, IN_PAD: tl.constexpr, HIDDEN: tl.constexpr, OUT: tl.constexpr, OUT_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
+    BIAS1: tl.constexpr, BIAS2: tl.constexpr, RESIDUAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y of BLOCK_M rows. ``gain`` is what the folded activation still has to be multiplied with."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    i = m + tl.arange(0, BLOCK_M)
+    tile = load_tile(x, stride_x, m, 0, rows, IN, BLOCK_M, IN_PAD, False)
+    if RESIDUAL:
+        added = load_tile(residual, stride_r, m, 0, rows, IN, BLOCK_M, IN_PAD, False)
+        store_tile(total, IN, tile.to(tl.float32) + added.to(tl.float32), m, 0, rows, IN, BLOCK_M, IN_PAD, False)
+        tl.debug_barrier()
+        tile = load_tile(total, IN, m, 0, rows, IN, BLOCK_M, IN_PAD, False)
+    mu = tl.zeros([BLOCK_M], tl.float32)
+    r = mu
+    if NORM:
+        mu, r = _row_statistics(tile, IN, IN_PAD, LAYER, eps)
+        tl.store(rstd + i, r, mask=i < rows)
+        if LAYER:
+            tl.store(mean + i, mu, mask=i < rows)
+    acc = tl.zeros([BLOCK_M, OUT_PAD], tl.float32)
+    for h in tl.range(0, HIDDEN, BLOCK_H):
+        up = load_tile(w1, IN, h, 0, HIDDEN, IN, BLOCK_H, IN_PAD, TMA)
+        down = load_tile(w2, HIDDEN, 0, h, OUT, HIDDEN, OUT_PAD, BLOCK_H, TMA)
+        z = _hidden(tile, up, b1, column_sum, mu, r, h, IN_PAD, HIDDEN, BLOCK_H, NORM, LAYER, BIAS1, PRECISION)
+        a = activate(z, 0, ACT, 0, FAST).to(tile.dtype)
+        acc = tl.dot(a, tl.trans(down), acc, input_precision=PRECISION)
+    acc *= gain
+    if BIAS2:
+        o = tl.arange(0, OUT_PAD)
+        acc += tl.load(b2 + o, mask=o < OUT, other=0.0).to(tl.float32)[None, :]
+    store_tile(y, OUT, acc, m, 0, rows, OUT, BLOCK_M, OUT_PAD, False)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def mlp_bwd_kernel(
+    x, dy, dtotal, w1, b1, w2, column_sum, mean, rstd, dx, hidden, dhidden, hat, db1,
+    stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows, gain,
+    IN: tl.constexpr, IN_PAD: tl.constexpr, HIDDEN: tl.constexpr, OUT: tl.constexpr, OUT_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
+    BIAS1: tl.constexpr, DBIAS1: tl.constexpr, DTOTAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx of BLOCK_M rows; hidden = act(z) and dhidden = dz [rows, HIDDEN]; x̂ in ``hat`` under a norm; column sums of dz in db1
+    [programs, HIDDEN]."""
+    PIECE: tl.constexpr = IN_PAD if IN_PAD < 64 else 64
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    i = m + tl.arange(0, BLOCK_M)
+    tile = load_tile(x, stride_x, m, 0, rows, IN, BLOCK_M, IN_PAD, False)
+    grad = load_tile(dy, stride_dy, m, 0, rows, OUT, BLOCK_M, OUT_PAD, False)
+    mu = tl.zeros([BLOCK_M], tl.float32)
+    r = mu
+    if NORM:
+        r = tl.load(rstd + i, mask=i < rows, other=0.0)
+        if LAYER:
+            mu = tl.load(mean + i, mask=i < rows, other=0.0)
+    acc = tl.zeros([BLOCK_M, IN_PAD], tl.float32)
+    for h in tl.range(0, HIDDEN, BLOCK_H):
+        up = load_tile(w1, IN, h, 0, HIDDEN, IN, BLOCK_H, IN_PAD, TMA)
+        down = load_tile(w2, HIDDEN, 0, h, OUT, HIDDEN, OUT_PAD, BLOCK_H, TMA)
+        z = _hidden(tile, up, b1, column_sum, mu, r, h, IN_PAD, HIDDEN, BLOCK_H, NORM, LAYER, BIAS1, PRECISION)
+        a, slope = activate_with_slope(z, 0, ACT, 0, FAST)
+        dz = tl.dot(grad, down, input_precision=PRECISION) * (slope * gain)
+        rounded = dz.to(tile.dtype)
+        store_tile(hidden, HIDDEN, a * gain, m, h, rows, HIDDEN, BLOCK_M, BLOCK_H, TMA)
+        store_tile(dhidden, HIDDEN, rounded, m, h, rows, HIDDEN, BLOCK_M, BLOCK_H, TMA)
+        if DBIAS1:
+            j = h + tl.arange(0, BLOCK_H)
+            valid = tl.where((i < rows)[:, None], dz, 0.0)
+            tl.store(db1 + tl.program_id(0).to(tl.int64) * HIDDEN + j, tl.sum(valid, 0), mask=j < HIDDEN)
+        acc = tl.dot(rounded, up, acc, input_precision=PRECISION)
+    if NORM:
+        for c in range(0, IN_PAD, PIECE):
+            part = (load_tile(x, stride_x, m, c, rows, IN, BLOCK_M, PIECE, False).to(tl.float32) - mu[:, None]) * r[:, None]
+            store_tile(hat, IN, part, m, c, rows, IN, BLOCK_M, PIECE, False)
+        zero = tl.zeros([BLOCK_M], tl.float32)
+        g_sum, gx_sum = row_sums(acc, x, mu, r, zero, zero, m, 0, rows, stride_x, IN, BLOCK_M, IN_PAD, PIECE)
+        finish(acc, x, dtotal, dx, mu, r, g_sum / IN, gx_sum / IN, m, 0, rows, stride_x, stride_dt, IN, BLOCK_M, IN_PAD, PIECE, LAYER,
+               DTOTAL)  # fmt: skip
+    else:
+        if DTOTAL:
+            acc += load_tile(dtotal, stride_dt, m, 0, rows, IN, BLOCK_M, IN_PAD, False).to(tl.float32)
+        store_tile(dx, IN, acc, m, 0, rows, IN, BLOCK_M, IN_PAD, False)

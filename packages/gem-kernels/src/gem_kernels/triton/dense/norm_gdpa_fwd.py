@@ -1,0 +1,122 @@
+"""Triton forward kernel of `norm_gdpa`: l = LN(q), o = gdpa(l, k, v) + l, out = RMSNorm(o) + q, norms over all heads of a row.
+
+A program owns BLOCK_M query rows of one sample with all their heads, because both norms run over H·D. Slots of rows are found as in
+block_attention (`gem_kernels.triton.block.kernels`). Nothing but q, k, v is read and nothing but out (and three row statistics) is
+written:
+
+    pass 1   every head of q: mean and squared deviations of the rows
+    pass 2   head by head: S = l kᵀ, o = act(S) v + l; o waits in out, Σo² in registers
+    pass 3   head by head, from the cache: out = o · out_rstd + q
+
+Key rows beyond a sample are loaded as zeros; masked scores are 0 before the activation and act(0) = 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gem_kernels.triton.attention.activations import activate
+from gem_kernels.triton.block.kernels import locate
+
+
+@triton.jit
+def load_head(pointer, stride_row, rows, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """[ROWS, DP] of one head from ``pointer``, zeros beyond ``rows`` rows and D columns."""
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    mask = (i < rows)[:, None] & (d < D)[None, :]
+    return tl.load(pointer + (i[:, None] * stride_row + d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_head(pointer, tile, stride_row, rows, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    mask = (i < rows)[:, None] & (d < D)[None, :]
+    tl.store(pointer + (i[:, None] * stride_row + d[None, :]), tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_normed(pointer, stride_row, rows, mu, r, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """One head of l = (q − μ) r, rounded to q's dtype; zeros beyond ``rows`` and D."""
+    x = load_head(pointer, stride_row, rows, ROWS, D, DP)
+    l = (x.to(tl.float32) - mu[:, None]) * r[:, None]
+    if D != DP:
+        l = tl.where((tl.arange(0, DP) < D)[None, :], l, 0.0)
+    return l.to(x.dtype)
+
+
+@triton.jit
+def attend(l, k, v, keys, act_id, scale_in, stride_kn, stride_vn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+           D: tl.constexpr, DP: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr,
+           PRECISION: tl.constexpr):  # fmt: skip
+    """act(scale_in · l kᵀ) v of one head (without the activation's gain) over ``keys`` keys."""
+    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    for n in tl.range(0, keys, BLOCK_N):
+        k_tile = load_head(k + tl.cast(n, tl.int64) * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
+        v_tile = load_head(v + tl.cast(n, tl.int64) * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
+        s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
+        p = activate(s, act_id, ACT, ACT_SET, FAST)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["batch", "total_rows"])
+def norm_gdpa_fwd_kernel(
+    q, k, v, out, mean, rstd, out_rstd, q_offsets, k_offsets, act_ids,
+    batch, total_rows, scale_in, gain, eps,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
+    stride_vn: tl.constexpr, stride_vh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    sample, start, rows, _position = locate(q_offsets, tl.program_id(0).to(tl.int64), batch, total_rows, BLOCK_M)
+    if rows > 0:
+        i = tl.arange(0, BLOCK_M)
+        valid = i < rows
+        stride_on: tl.constexpr = H * D
+        out += start * stride_on
+        if sample == batch:
+            zero = tl.zeros([BLOCK_M], tl.float32)
+            for h in range(H):
+                store_head(out + h * D, tl.zeros([BLOCK_M, DP], tl.float32), stride_on, rows, BLOCK_M, D, DP)
+            tl.store(mean + start + i, zero, mask=valid)
+            tl.store(rstd + start + i, zero, mask=valid)
+            tl.store(out_rstd + start + i, zero, mask=valid)
+        else:
+            q += start * stride_qn
+            begin = tl.load(k_offsets + sample).to(tl.int64)
+            keys = (tl.load(k_offsets + sample + 1).to(tl.int64) - begin).to(tl.int32)
+            k += begin * stride_kn
+            v += begin * stride_vn
+            mu = tl.zeros([BLOCK_M], tl.float32)
+            spread = tl.zeros([BLOCK_M], tl.float32)
+            for h in range(H):  # mean and squared deviations, head by head (Chan, Golub, LeVeque 1979)
+                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP).to(tl.float32)
+                head_mean = tl.sum(x, 1) / D
+                away = tl.where((tl.arange(0, DP) < D)[None, :], x - head_mean[:, None], 0.0)
+                gap = head_mean - mu
+                mu += gap / (h + 1)
+                spread += tl.sum(away * away, 1) + gap * gap * (D * h / (h + 1))
+            r = tl.rsqrt(spread / (H * D) + eps)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            for h in range(H):
+                act_id = 0
+                if act_ids is not None:
+                    act_id = tl.load(act_ids + h)
+                l = load_normed(q + h * stride_qh, stride_qn, rows, mu, r, BLOCK_M, D, DP)
+                acc = attend(l, k + h * stride_kh, v + h * stride_vh, keys, act_id, scale_in, stride_kn, stride_vn, BLOCK_M, BLOCK_N,
+                             D, DP, ACT, ACT_SET, FAST, PRECISION)  # fmt: skip
+                o = acc * gain + l.to(tl.float32)
+                squares += tl.sum(o * o, 1)
+                store_head(out + h * D, o, stride_on, rows, BLOCK_M, D, DP)
+            r2 = tl.rsqrt(squares / (H * D) + eps)
+            tl.store(mean + start + i, mu, mask=valid)
+            tl.store(rstd + start + i, r, mask=valid)
+            tl.store(out_rstd + start + i, r2, mask=valid)
+            tl.debug_barrier()
+            for h in range(H):
+                o = load_head(out + h * D, stride_on, rows, BLOCK_M, D, DP).to(tl.float32)
+                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP).to(tl.float32)
+                store_head(out + h * D, o * r2[:, None] + x, stride_on, rows, BLOCK_M, D, DP)

@@ -1,0 +1,80 @@
+"""Triton kernels of `norm`: memory-bound, one pass over the rows, a few whole rows a program.
+
+Backward of x̂ = (x − μ) r (RMSNorm: μ = 0) from the gradient g of x̂: r (g − mean(g) − x̂ mean(g x̂)), without mean(g) for RMSNorm.
+Gradients of weight and bias are column sums: every program adds up its rows in registers and stores one partial row, the host sums those.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_fwd_kernel(
+    x, residual, weight, bias, y, total, mean, rstd, stride_x: tl.constexpr, stride_r: tl.constexpr, rows, eps,
+    C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y = norm(x + residual) · weight + bias of ROWS rows; total = x + residual, rounded before the norm is taken of it."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, C_PAD)
+    mask = (i < rows)[:, None] & (c < C)[None, :]
+    at = i[:, None] * C + c[None, :]
+    v = tl.load(x + i[:, None] * stride_x + c[None, :], mask=mask, other=0.0)
+    if RESIDUAL:
+        v = (v.to(tl.float32) + tl.load(residual + i[:, None] * stride_r + c[None, :], mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
+        tl.store(total + at, v, mask=mask)
+    v = v.to(tl.float32)
+    if LAYER:
+        mu = tl.sum(v, 1) / C
+        v = tl.where((c < C)[None, :], v - mu[:, None], 0.0)
+        tl.store(mean + i, mu, mask=i < rows)
+    r = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
+    tl.store(rstd + i, r, mask=i < rows)
+    v = v * r[:, None]
+    if WEIGHT:
+        v = v * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        v = v + tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + at, v.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_bwd_kernel(
+    x, weight, dy, dtotal, mean, rstd, dx, dweight, dbias, stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows,
+    C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+):  # fmt: skip
+    """dx (+ dtotal) of every program's share of the rows, and one row of partial sums of dweight and dbias [programs, C] fp32."""
+    c = tl.arange(0, C_PAD)
+    scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :] if WEIGHT else 1.0
+    dweight_sum = tl.zeros([C_PAD], tl.float32)
+    dbias_sum = tl.zeros([C_PAD], tl.float32)
+    blocks = tl.cdiv(rows, ROWS)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        i = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (i < rows)[:, None] & (c < C)[None, :]
+        r = tl.load(rstd + i, mask=i < rows, other=0.0)[:, None]
+        hat = tl.load(x + i[:, None] * stride_x + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if LAYER:
+            hat = tl.where(mask, hat - tl.load(mean + i, mask=i < rows, other=0.0)[:, None], 0.0)
+        hat = hat * r
+        g = tl.load(dy + i[:, None] * stride_dy + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if DWEIGHT:
+            dweight_sum += tl.sum(g * hat, 0)
+        if DBIAS:
+            dbias_sum += tl.sum(g, 0)
+        g = g * scale
+        d = g - hat * (tl.sum(g * hat, 1) / C)[:, None]
+        if LAYER:
+            d = d - (tl.sum(g, 1) / C)[:, None]
+        d = d * r
+        if DTOTAL:
+            d = d + tl.load(dtotal + i[:, None] * stride_dt + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + i[:, None] * C + c[None, :], d.to(dx.dtype.element_ty), mask=mask)
+    partial = tl.program_id(0) * C + c
+    if DWEIGHT:
+        tl.store(dweight + partial, dweight_sum, mask=c < C)
+    if DBIAS:
+        tl.store(dbias + partial, dbias_sum, mask=c < C)

@@ -154,7 +154,7 @@ def save(store, step, value=1.0, size=4):
     return store.save(
         step,
         meta={"samples": step * 10},
-        parts={"model": {"w": torch.full((size,), value)}.items(), "optimizer": (), "tables": ()},
+        parts={"model": {"w": torch.full((size,), value)}, "optimizer": {}, "tables": {}},
         shared={"value": value},
         ranks=[{"position": step}],
     )
@@ -263,7 +263,7 @@ for line in sys.stdin:
     store = CheckpointStore(Path(line.strip()), keep=2)
     for step in range(1, 10**6):
         w = torch.full((2**20,), float(step))
-        store.save(step, meta={}, parts={"model": {"w": w}.items(), "optimizer": (), "tables": {"t.weight": w}.items()},
+        store.save(step, meta={}, parts={"model": {"w": w}, "optimizer": {}, "tables": {"t.weight": w}},
                    shared={"step": step}, ranks=[{"position": step}])
         print(step, flush=True)
 """

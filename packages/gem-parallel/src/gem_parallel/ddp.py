@@ -36,7 +36,9 @@ def build_ddp(model: nn.Module, mesh: Mesh, config: DdpConfig) -> nn.Module:
             "there is no process group", fix="start the processes with torchrun, or call torch.distributed.init_process_group"
         )
     device = next(model.parameters()).device
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, _table_names(model))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        model, _table_names(model)
+    )
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,

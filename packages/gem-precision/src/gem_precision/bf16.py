@@ -89,7 +89,7 @@ def _wrap(module: nn.Module, device_type: str, *, enabled: bool) -> None:
                 args, kwargs = tuple(map(_fp32, args)), {k: _fp32(v) for k, v in kwargs.items()}
             return inner(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _fp32(value: Any) -> Any:

@@ -48,7 +48,9 @@ def train(
         loaded = run_config(run_dir, overrides or ())
     else:
         loaded = load_config(gem_core.train.quickstart_path() if config is None else config, overrides or ())
-    result = gem_core.train(loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, quiet=quiet)
+    result = gem_core.train(  # type: ignore[operator]
+        loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, quiet=quiet
+    )
     if result.main:
         print("\n".join(report(result)))
 

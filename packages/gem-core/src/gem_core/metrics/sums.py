@@ -58,7 +58,7 @@ class NormalizedEntropy(_Sums):
     ``r = N+ / (N+ + N-)``; the base of the logarithm cancels (He et al., Practical lessons from predicting clicks on ads, 2014).
     """
 
-    names = ("positive", "negative", "entropy")
+    names: tuple[str, ...] = ("positive", "negative", "entropy")
 
     def update(self, rows: Predictions) -> None:
         self.add(rows, rows.probability)

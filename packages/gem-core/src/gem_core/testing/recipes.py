@@ -32,7 +32,8 @@ class _Net(nn.Module):
         self.heads = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.heads(gelu(self.down(gelu(self.norm(self.up(x))))))
+        logits: Tensor = self.heads(gelu(self.down(gelu(self.norm(self.up(x))))))
+        return logits
 
 
 def sqnr_db(reference: Tensor, value: Tensor) -> float:
@@ -73,7 +74,10 @@ class RecipeConformance:
             inputs = x.clone().requires_grad_()
             out = model(inputs).float()
             out.square().mean().backward()
-            found.append((out.detach(), inputs.grad, {n: p.grad for n, p in model.named_parameters()}))
+            assert inputs.grad is not None, "the gradient must reach the input"
+            missing = [n for n, p in model.named_parameters() if p.grad is None]
+            assert not missing, f"no gradient reaches {', '.join(missing)}"
+            found.append((out.detach(), inputs.grad, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
         (out, dx, grads), (out_r, dx_r, grads_r) = found
         assert torch.isfinite(out_r).all()
         assert out_r.dtype == torch.float32
@@ -88,7 +92,7 @@ class RecipeConformance:
         net(x).float().sum().backward()
         names = {n: p.shape for n, p in plain.named_parameters()}
         assert {n: p.shape for n, p in net.named_parameters()} == names
-        assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in net.parameters())
+        assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
     def test_small_updates_are_not_lost(self) -> None:
         """An update of 2^-12 of a weight vanishes in bf16; master weights must keep it."""

@@ -89,7 +89,7 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
         if config.train.compile:
             if isinstance(tables, nn.Module):
                 # look-ups stay eager: sparse gradients and fused table optimizers do not go through the compiler
-                tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[method-assign]
+                tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[no-untyped-call]
             model.compile(dynamic=True)
         module = find("dense_strategy", p.dense).build(model, mesh, resolved.dense)
     return Parts(model, module, tables, guard, mesh)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gem_core.config.base import FrozenConfig
 from gem_core.errors import ConfigError
 from gem_core.hookspecs import Guard
-from gem_core.model.contract import Tables, TableSet
+from gem_core.model.contract import TableSet
 from gem_core.model.tables import LocalTables
 from gem_core.train.contract import RecipeContext
 from gem_core.train.mesh import Mesh
@@ -72,7 +72,7 @@ class LocalConfig(FrozenConfig):
     gradients: str = Field("sparse", pattern="^(sparse|dense)$", description="sparse: only touched rows have gradients")
 
 
-def local(tables: TableSet, mesh: Mesh, config: LocalConfig) -> Tables:
+def local(tables: TableSet, mesh: Mesh, config: LocalConfig) -> nn.Module:
     """All tables in every process. Over several, each holds a replica: rank 0's initial values, and equal updates afterwards because the
     trainer's row-wise AdaGrad sends every (row, gradient) pair to all ranks. Meant for tables that fit one device."""
     held = LocalTables(tables, sparse=config.gradients == "sparse")

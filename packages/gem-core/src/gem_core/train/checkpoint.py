@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class CheckpointStore:
         step: int,
         *,
         meta: Mapping[str, Any],
-        parts: Mapping[str, Iterable[tuple[str, Tensor]]],
+        parts: Mapping[str, Mapping[str, Tensor]],
         shared: Any,
         ranks: Sequence[Any],
     ) -> Path:
@@ -65,7 +65,7 @@ class CheckpointStore:
         try:
             self._sweep()
             temporary.mkdir()
-            files = {f"{part}.safetensors": write_tensors(temporary / f"{part}.safetensors", dict(items)) for part, items in parts.items()}
+            files = {f"{part}.safetensors": write_tensors(temporary / f"{part}.safetensors", tensors) for part, tensors in parts.items()}
             for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in enumerate(ranks)}}.items():
                 files |= save_packed(temporary / name, state)
             record = {**meta, "format": FORMAT, "step": step, "world": len(ranks), "files": files}
@@ -127,7 +127,7 @@ class CheckpointStore:
         """
         pointed = self._pointed("latest")
         order = sorted(self.steps(), key=lambda s: (s == pointed, s), reverse=True)
-        problems = []
+        problems: list[str] = []
         for step in order:
             try:
                 return self.load(step), problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def metric_builders(config: Eval) -> dict[str, Callable[[], Metric]]:
     :raises PluginError: a metric that nobody offers.
     """
     specs = {name: manager().find("metric", name) for name in dict.fromkeys((*config.metrics, *ALWAYS))}
-    return {name: (lambda spec=spec: spec.build(config)) for name, spec in specs.items()}
+    return {name: partial(spec.build, config) for name, spec in specs.items()}
 
 
 def rehearse(source: Source, config: Eval, tasks: tuple[str, ...]) -> None:
@@ -62,7 +63,8 @@ def evaluate(
         model.train(was_training)
     if runtime.world > 1:
         metrics.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])
-    return metrics.compute(), metrics.samples
+    # One rank computes: the others add the same numbers in another order, and must not draw other conclusions from the last bit.
+    return runtime.on_main(lambda: (metrics.compute(), metrics.samples))
 
 
 def _fetch(fed: Fed, logits: Tensor, names: tuple[str, ...]) -> tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None]:
@@ -70,7 +72,7 @@ def _fetch(fed: Fed, logits: Tensor, names: tuple[str, ...]) -> tuple[Fed, Tenso
         return fed, logits, names, None
     host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
     host.copy_(logits, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return fed, host, names, event
 

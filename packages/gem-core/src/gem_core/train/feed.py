@@ -40,7 +40,7 @@ class Feed:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.epoch = 0
         self._resumed = False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load_position(self, position: dict[str, Any]) -> None:
         self.epoch = int(position["epoch"])
@@ -84,7 +84,7 @@ class Feed:
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             copied = host.pin_memory().to(self.device, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return self._take(host, copied), done
 

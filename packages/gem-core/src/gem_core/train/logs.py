@@ -146,7 +146,8 @@ def result_lines(results: Results) -> list[str]:
     """One line a task: its metrics, undefined ones with their reason, and the Bayes-optimal NE beside the model's."""
     lines = []
     for task, metrics in results.items():
-        parts, reasons = [], {}
+        parts: list[str] = []
+        reasons: dict[str | None, list[str]] = {}
         for name, value in metrics.items():
             if value.value is not None:
                 parts.append(f"{'Bayes NE' if name == 'bayes_ne' else name} {value.value:.5f}")

@@ -83,7 +83,7 @@ class Meter:
     def mark(self, phase: str | None) -> None:
         """The time since the last mark was spent in ``phase``; None: in none (before the first step, an evaluation, a checkpoint)."""
         if self._cuda:
-            now: Any = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+            now: Any = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             now.record()
         else:
             now = time.perf_counter()

@@ -139,7 +139,7 @@ class DenseAdamW:
         if clip is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), clip, norm, foreach=True)
         # The fused kernel skips a step whose found_inf is 1, moments and step count included; GradScaler uses the same door.
-        self.adamw.found_inf = (~ok).float()
+        self.adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 

@@ -74,10 +74,11 @@ class Runtime:
             except GemError as error:
                 shared = [(None, error)]
         dist.broadcast_object_list(shared, 0)
-        result, error = shared[0]
-        if error is not None:
-            raise error
-        return result
+        result, failure = shared[0]
+        if failure is not None:
+            raise failure
+        done: T = result
+        return done
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class TrainStep:
                 self._gate.copy_(good)
                 loss_sum += numbers[0]
                 self.meter.mark("forward")
-                (loss * scale).backward()
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
             self.meter.mark("backward")
             if self.tables is not None:
                 table_norm += self.tables.step(good)
@@ -119,12 +119,12 @@ class TrainStep:
         enter = getattr(self.parts.module, "no_sync", None)
         return enter() if wanted and enter is not None else nullcontext()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gated(self, _tables: Any, _inputs: Any, looked_up: Mapping[str, Any]) -> dict[str, Any]:
         """Table gradients become zero in a step whose loss is not finite, for optimizers that run inside backward."""
 
         def gate(rows: Tensor) -> Tensor:
-            return _Gate.apply(rows, self._gate) if rows.requires_grad else rows
+            return _Gate.apply(rows, self._gate) if rows.requires_grad else rows  # type: ignore[no-untyped-call]
 
         return {key: (gate(v[0]), v[1]) if isinstance(v, tuple) else gate(v) for key, v in looked_up.items()}
 
@@ -156,7 +156,7 @@ class Outcomes:
         if self._cuda:
             host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
             host.copy_(vector, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             vector = host
         self._waiting.append((step, vector, event, batches))

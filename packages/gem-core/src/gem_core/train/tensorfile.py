@@ -56,7 +56,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
         for tensor in tensors.values():
             raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
             for start in range(0, raw.size, _CHUNK):
-                file.write(memoryview(raw[start : start + _CHUNK]))
+                file.write(raw[start : start + _CHUNK].data)
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(text) + at

@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from gem_precision.formats import decode, element
-from gem_precision.formats.mx import block_amax
+from gem_precision.formats.mx import NAN_SCALE, block_amax
 from gem_precision.policy import LinearPolicy
 
 SUMS = ("amax", "saturated", "flushed", "count", "signal", "error", "dot", "coded", "relative", "dead", "spoiled", "bad")
-"""What `measure` returns, in this order, as float64: largest magnitude, elements that the format's largest value cut off, non-zero elements
-that became zero, elements that count, the sums of x^2, (x - q)^2, x q, q^2 and |x - q| / |x|, blocks that are not zero and came out zero,
-finite elements that came out not finite, and elements that are not finite (these two kinds are left out of everything before)."""
+"""What `measure` returns, in this order, as float64. Of the whole tensor: its largest magnitude (of the finite elements of the window where
+that is not finite). Of the window: elements that the format's largest value cut off, non-zero elements that became zero, elements that
+count, the sums of x^2, (x - q)^2, x q, q^2 and |x - q| / |x|, and blocks that are not zero and came out zero. Of the whole tensor again:
+blocks whose scale is not a number, and whether x has elements that are not finite (these count in nothing else)."""
+
+WINDOW_ROWS, WINDOW_COLUMNS = 128, 2048
+"""A sample looks at a window of this size, at another place each time; multiples of every block."""
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Site:
     sampling: bool = False
     live: bool = False
     samples: dict[str, Tensor] = field(default_factory=dict)
+    turn: int = 0
     changed: Callable[[Any], None] | None = None
 
     @property
@@ -57,7 +62,7 @@ class Site:
         """While live: measure what quantising did to ``x`` (the same orientation as ``quantised``). Stays on the device; several
         micro-batches of a step add up."""
         if self.live:
-            new, old = measure(x, quantised), self.samples.get(operand)
+            new, old = measure(x, quantised, self.turn), self.samples.get(operand)
             if old is not None:
                 new = torch.cat([torch.maximum(new[:1], old[:1]), new[1:] + old[1:]])
             self.samples[operand] = new
@@ -74,18 +79,22 @@ def linear_levels(name: str, policy: LinearPolicy) -> list[tuple[str, LinearPoli
 
 
 @torch.no_grad()
-def measure(x: Tensor, quantised: Any) -> Tensor:
-    """``[12]`` float64 on x's device, see `SUMS`; ``quantised`` None measures x alone."""
+def measure(x: Tensor, quantised: Any, turn: int = 0) -> Tensor:
+    """``[12]`` float64 on x's device, see `SUMS`. ``x [rows, K]`` in the orientation of ``quantised``, or anything where that is None (then
+    x alone is measured). ``turn`` moves the window; consecutive turns reach every part."""
     if x.numel() == 0:
         return torch.zeros(len(SUMS), dtype=torch.float64, device=x.device)
+    top = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    spoiled = top.new_zeros(()) if quantised is None else _nan_scales(quantised)
+    if x.dim() == 2:
+        x, quantised = _window(x, quantised, turn)
     wide = x.to(torch.float32)
-    finite = wide.isfinite()
     coded = wide if quantised is None else quantised.dequantize(torch.float32)
-    good = finite & coded.isfinite()
+    good = wide.isfinite() & coded.isfinite()
     wide, coded = torch.where(good, wide, 0.0), torch.where(good, coded, 0.0)
     error = (wide - coded).abs()
     sums = [
-        wide.abs().amax(),
+        torch.where(top.isfinite(), top, wide.abs().amax()),
         _cut_off(wide, quantised),
         (coded == 0) & (wide != 0),
         good,
@@ -95,10 +104,26 @@ def measure(x: Tensor, quantised: Any) -> Tensor:
         coded.square(),
         (error / wide.abs()).nan_to_num_(0.0),
         _dead(wide, coded, quantised),
-        finite & ~good,
-        ~finite,
+        spoiled,
+        ~top.isfinite(),
     ]
     return torch.stack([t.sum(dtype=torch.float64) for t in sums])
+
+
+def _nan_scales(quantised: Any) -> Tensor:
+    scales = quantised.scales
+    return scales == NAN_SCALE if scales.dtype == torch.uint8 else scales.isnan()
+
+
+def _window(x: Tensor, quantised: Any, turn: int) -> tuple[Tensor, Any]:
+    rows, columns = (-(-size // width) for size, width in zip(x.shape, (WINDOW_ROWS, WINDOW_COLUMNS)))
+    r0, c0 = turn % rows * WINDOW_ROWS, turn // rows % columns * WINDOW_COLUMNS
+    r1, c1 = min(r0 + WINDOW_ROWS, x.shape[0]), min(c0 + WINDOW_COLUMNS, x.shape[1])
+    if quantised is None:
+        return x[r0:r1, c0:c1], None
+    br, bc = (n or size for n, size in zip(quantised.block, x.shape))
+    scales = quantised.scales[r0 // br : -(-r1 // br), c0 // bc : -(-c1 // bc)]
+    return x[r0:r1, c0:c1], type(quantised)(quantised.data[r0:r1, c0:c1], scales, quantised.elem, quantised.block)
 
 
 def _dead(x: Tensor, coded: Tensor, quantised: Any) -> Tensor:

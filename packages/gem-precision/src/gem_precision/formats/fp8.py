@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gem_core.errors import OpError
 from gem_precision.formats.elements import element, encode
-from gem_precision.formats.mx import block_amax, expand_scales
+from gem_precision.formats.mx import block_amax, times_scales
 
 FP8_BLOCKS = ((1, 0), (0, 1), (1, 128), (128, 1), (128, 128))
 """Rows x columns that share a scale; 0: the whole row or column."""
@@ -40,7 +40,7 @@ class FP8:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[..., R, C]`` in ``dtype``."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return (self.data.to(wide) * expand_scales(self.scales.to(wide), self._full(), self.shape)).to(dtype)
+        return times_scales(self.data.to(wide), self.scales.to(wide), self._full()).to(dtype)
 
     def transpose(self) -> FP8:
         """The quantised transpose of the last two dims (views)."""
@@ -71,5 +71,5 @@ def quantize_fp8(x: Tensor, *, elem: str = "e4m3", block: tuple[int, int] = (1, 
     # tensors on both sides: with a number, PyTorch multiplies by a rounded reciprocal
     largest = torch.full_like(floored, chosen.largest)
     scales, inverse = floored / largest, largest / floored
-    data = encode(x.to(torch.float32) * expand_scales(inverse, full, x.shape), chosen, random_bits)
+    data = encode(times_scales(x.to(torch.float32), inverse, full), chosen, random_bits)
     return FP8(data, scales, elem, block)

@@ -64,7 +64,7 @@ class MX:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[..., R, C]`` in ``dtype``: element x scale, rounded once; finite codes decode to finite values (saturating)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        values = decode(self.data, element(self.elem), wide) * expand_scales(scale_values(self.scales, wide), self.block, self.shape)
+        values = times_scales(decode(self.data, element(self.elem), wide), scale_values(self.scales, wide), self.block)
         if dtype == torch.float64:
             return values
         top = torch.finfo(dtype).max
@@ -151,15 +151,16 @@ def scale_values(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.where(e == NAN_SCALE, torch.nan, values)
 
 
-def expand_scales(values: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One value an element from one a block, ``[..., R, C]``."""
-    if len(shape) < 2:
-        return values.repeat_interleave(block[1])[: shape.numel()].view(shape)
-    if block[0] > 1:
-        values = values.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
-    if block[1] > 1:
-        values = values.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
-    return values
+def times_scales(x: Tensor, values: Tensor, block: tuple[int, int]) -> Tensor:
+    """``x [..., R, C]`` (or ``[C]``) times one value a block of r x c."""
+    if x.dim() < 2:
+        return times_scales(x.view(1, -1), values.view(1, -1), block).view(x.shape)
+    (r, c), (rows, columns) = block, x.shape[-2:]
+    if rows % r or columns % c:
+        padded = F.pad(x, (0, -columns % c, 0, -rows % r))
+        return times_scales(padded, values, block)[..., :rows, :columns].contiguous()
+    blocks = x.unflatten(-2, (-1, r)).unflatten(-1, (-1, c)) if x.numel() else x
+    return (blocks * values[..., :, None, :, None]).reshape(x.shape) if x.numel() else x
 
 
 def encode_scaled(x: Tensor, exponents: Tensor, block: tuple[int, int], elem: Element, bits: Tensor | None = None) -> Tensor:
@@ -167,4 +168,4 @@ def encode_scaled(x: Tensor, exponents: Tensor, block: tuple[int, int], elem: El
     e = exponents.to(torch.int32)
     inverse = ((254 - e).clamp_(min=0) << 23).view(torch.float32)
     inverse = torch.where(e == NAN_SCALE, torch.nan, inverse)
-    return encode(x.to(torch.float32) * expand_scales(inverse, block, x.shape), elem, bits)
+    return encode(times_scales(x.to(torch.float32), inverse, block), elem, bits)

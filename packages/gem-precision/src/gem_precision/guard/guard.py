@@ -76,6 +76,7 @@ class NumericsGuard:
         self._pending: deque[tuple[int, str, list[tuple[str, str]], Tensor, Any]] = deque()
         self._evaluate: Callable[[], Any] | None = None
         self.drift = 0.0
+        self._turn = 0
         self._arm(1)
 
     # What the trainer asks for
@@ -107,7 +108,7 @@ class NumericsGuard:
         return self._scalars()
 
     def watch(self, evaluate: Callable[[], Any]) -> None:
-        """Every ``drift_every`` steps compare ``evaluate()``, the NE of the model as it is on a held-out slice, with the same under `shadow`."""
+        """Every ``drift_every`` steps compare ``evaluate()``, the model's NE on a held-out slice, with the same under `shadow`."""
         self._evaluate = evaluate
 
     @contextmanager
@@ -131,6 +132,7 @@ class NumericsGuard:
             "nonfinite": self.losses.nonfinite_in_a_row,
             "alarm": self.alarm,
             "step": self.step,
+            "turn": self._turn,
             "generators": {name: site.generator.get_state() for name, site in self.sites.items() if site.generator is not None},
         }
 
@@ -148,17 +150,23 @@ class NumericsGuard:
         self.losses.history.clear()
         self.losses.history.extend(state["losses"])
         self.losses.nonfinite_in_a_row = state["nonfinite"]
+        # arming counts the turn of the sample that may be due next
         self.alarm, self.step = state["alarm"], state["step"]
+        self._turn = state["turn"] - self._due(self.step + 1)
         self._pending.clear()
         self._arm(self.step + 1)
 
     # Sampling
 
     def _arm(self, step: int) -> None:
-        due = self.config.enabled and (self.alarm > 0 or step % self.config.sample_every == 0 or step == 1)
+        due = self._due(step)
+        self._turn += due
         for site in self.sites.values():
-            site.sampling = due
+            site.sampling, site.turn = due, self._turn
             site.samples.clear()
+
+    def _due(self, step: int) -> bool:
+        return self.config.enabled and (self.alarm > 0 or step % self.config.sample_every == 0 or step == 1)
 
     def _collect(self, step: int) -> None:
         keys = [(name, operand) for name, site in self.sites.items() for operand in site.samples]

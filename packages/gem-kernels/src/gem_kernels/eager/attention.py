@@ -16,7 +16,7 @@ from gem_core.ops.contract import YES, Problem, Supported, no
 from gem_core.ops.contracts import BLOCK_ATTENTION, GDPA
 from gem_kernels.eager import engine
 from gem_kernels.eager.engine import Bias, Score
-from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, cached, make_plan
+from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, cached, host_lengths, make_plan
 
 Saved = tuple[Tensor | None, ...]
 
@@ -65,19 +65,19 @@ class Call:
 
     def _samples(self) -> Samples:
         t = self.t
-        k_offsets = _host(t["k_offsets"])
-        request = np.arange(len(k_offsets) - 1) if t["kv_index"] is None else _host(t["kv_index"])
-        k_start, lk = k_offsets[:-1][request], np.diff(k_offsets)[request]
+        k_start, lk = host_lengths(t["k_offsets"])
+        if t["kv_index"] is not None:
+            request = _host(t["kv_index"])
+            k_start, lk = k_start[request], lk[request]
         if t["q_offsets"] is None:
             lq = np.full_like(lk, self.q.shape[0])
             return Samples(np.zeros_like(lk), np.arange(len(lk)) * self.q.shape[0], k_start, lq, lk)
-        q_offsets = _host(t["q_offsets"])
-        q_start, lq = q_offsets[:-1], np.diff(q_offsets)
+        q_start, lq = host_lengths(t["q_offsets"])
         targets = None if t["num_targets"] is None else _host(t["num_targets"])
         own_start = None
         if t["target_k"] is not None:
             lk = lk + targets
-            own_start = self.k_rows + q_offsets[1:] - targets
+            own_start = self.k_rows + q_start + lq - targets
         context = None if t["context_len"] is None else _host(t["context_len"])
         return Samples(q_start, q_start, k_start, lq, lk, targets, context, own_start)
 
@@ -154,13 +154,12 @@ class BlockCall:
         return cached([self.t["offsets"]], ("block", shape, size, rows), lambda: self._make(shape, size, rows))
 
     def _make(self, shape: Shape, size: int, rows: int) -> Plan:
-        offsets = _host(self.t["offsets"])
-        lengths = np.diff(offsets)
+        begin, lengths = host_lengths(self.t["offsets"])
         count = -(-lengths // size)
         sample = np.repeat(np.arange(len(lengths)), count)
         number = np.arange(len(sample)) - np.repeat(count.cumsum() - count, count)
-        start = offsets[:-1][sample] + number * size
-        length = np.minimum(size, offsets[1:][sample] - start)
+        start = begin[sample] + number * size
+        length = np.minimum(size, lengths[sample] - number * size)
         return make_plan(
             Samples(start, start, start, length, length.copy()),
             shape,

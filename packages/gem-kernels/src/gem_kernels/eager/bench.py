@@ -2,8 +2,8 @@
 
 ``python -m gem_kernels.eager.bench [--batch 512] [--heads 4] [--width 32] [--mean 50] [--threads 2] [--clock wall] [--json FILE]``
 
-History lengths are log-normal (σ = 1, given mean, at most 512). Each row's result is checked against the reference first; variants are timed
-in turn, the median counts. ``--clock cpu`` takes process time, which other processes disturb less.
+History lengths are log-normal (σ = 1, given mean, at most 512). Each row's result is checked against the reference first; variants are
+timed in turn, the median counts. ``--clock cpu`` takes process time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[Callable[[str], Run], Run
     key_mask = key_mask | (long == 0)[:, None, None, None]
 
     def back(x: Tensor) -> Tensor:
-        return x.transpose(1, 2)[torch.arange(longest)[None] < long[:, None]]
+        return ops.padded_to_jagged(x.transpose(1, 2), offsets)
 
     def sdpa(mask: Tensor | None, causal: bool) -> Run:
         return lambda: back(F.scaled_dot_product_attention(padded(q), padded(k), padded(v), attn_mask=mask, is_causal=causal))
@@ -65,25 +65,34 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[Callable[[str], Run], Run
         shared = seeds.transpose(0, 1).expand(args.batch, -1, -1, -1)
         return F.scaled_dot_product_attention(shared, padded(k), padded(v), attn_mask=key_mask).transpose(1, 2).flatten(0, 1)
 
-    attend, point = ops.jagged_attention, ops.gdpa
+    scale = width**-0.5
+    qkv = [q, k, v]
+
+    def attend(**options: Any) -> Callable[[str], Run]:
+        return lambda backend: lambda: ops.jagged_attention(q, k, v, offsets, **flags, **options, backend=backend)
+
+    def point(**options: Any) -> Callable[[str], Run]:
+        return lambda backend: lambda: ops.gdpa(q, k, v, offsets, scale_in=scale, **flags, **options, backend=backend)
+
+    def cross(backend: str) -> Run:
+        return lambda: ops.gdpa(q, few_k, few_v, offsets, few, max_q_len=longest, max_k_len=16, backend=backend)
+
+    def pool(backend: str) -> Run:
+        return lambda: ops.jagged_attention(seeds, k, v, None, offsets, broadcast_q=True, max_k_len=longest, backend=backend)
+
+    def block(backend: str) -> Run:
+        return lambda: ops.block_attention(q, k, v, offsets, backend=backend)
+
     return {
-        "softmax full": (lambda b: lambda: attend(q, k, v, offsets, **flags, backend=b), sdpa(key_mask, False), [q, k, v]),
-        "softmax causal": (lambda b: lambda: attend(q, k, v, offsets, causal=True, **flags, backend=b), sdpa(None, True), [q, k, v]),
-        "softmax causal window 32": (
-            lambda b: lambda: attend(q, k, v, offsets, causal=True, window=32, **flags, backend=b), None, [q, k, v],
-        ),
-        "softmax causal bias": (
-            lambda b: lambda: attend(q, k, v, offsets, causal=True, bias=ops.RelativeBias(table), **flags, backend=b), None, [q, k, v, table],
-        ),
-        "block 64": (lambda b: lambda: ops.block_attention(q, k, v, offsets, backend=b), None, [q, k, v]),
-        "gdpa silu causal": (
-            lambda b: lambda: point(q, k, v, offsets, activation="silu", scale_in=width**-0.5, causal=True, **flags, backend=b), None, [q, k, v],
-        ),
-        "gdpa gelu, 16 keys": (lambda b: lambda: point(q, few_k, few_v, offsets, few, **flags, backend=b), None, [q, few_k, few_v]),
-        "pooling by 8 seeds": (
-            lambda b: lambda: attend(seeds, k, v, None, offsets, broadcast_q=True, max_k_len=longest, backend=b), pooled, [seeds, k, v],
-        ),
-    }  # fmt: skip
+        "softmax full": (attend(), sdpa(key_mask, False), qkv),
+        "softmax causal": (attend(causal=True), sdpa(None, True), qkv),
+        "softmax causal window 32": (attend(causal=True, window=32), None, qkv),
+        "softmax causal bias": (attend(causal=True, bias=ops.RelativeBias(table)), None, [*qkv, table]),
+        "block 64": (block, None, qkv),
+        "gdpa silu causal": (point(activation="silu", causal=True), None, qkv),
+        "gdpa gelu, 16 keys": (cross, None, [q, few_k, few_v]),
+        "pooling by 8 seeds": (pool, pooled, [seeds, k, v]),
+    }
 
 
 def measure(variants: dict[str, Run], leaves: list[Tensor], repeats: int, clock: Callable[[], float]) -> dict[str, tuple[float, float]]:

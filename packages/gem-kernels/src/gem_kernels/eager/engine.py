@@ -170,7 +170,7 @@ def _weights(score: Score, rows: Tensor, group: Group, want_lse: bool) -> tuple[
     """Weights ``[n, H, rows, keys]`` without out_scale, overwriting the scores, and the log-sum-exp ``[n, H, rows]``."""
     mask, some_blind = group.mask()
     if score.activation is not None:
-        weights = _activate(score.activation, rows)
+        weights = activate(score.activation, rows)
         return weights if mask is None else weights.masked_fill_(~mask, 0.0), None
     if mask is not None:
         rows.masked_fill_(~mask, -torch.inf)
@@ -190,8 +190,8 @@ def _dscores(score: Score, rows: Tensor, dweights: Tensor, group: Group) -> tupl
         weights, _ = _weights(score, rows, group, False)
         return weights, torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
     mask, _ = group.mask()
-    weights = _activate(score.activation, rows)
-    dscores = _activate_backward(score.activation, rows, dweights)
+    weights = activate(score.activation, rows)
+    dscores = activate_backward(score.activation, rows, dweights)
     if mask is not None:
         hidden = ~mask
         weights = weights.masked_fill_(hidden, 0.0)
@@ -226,18 +226,18 @@ class _TableGradients:
             self.time.index_add_(1, _time_rows(packed, self.bias, group).flatten(), dscores.transpose(0, 1).flatten(1))
 
 
-def _activate(activation: Activation, x: Tensor) -> Tensor:
+def activate(activation: Activation, x: Tensor) -> Tensor:
     """``activation`` of ``x [n, H, rows, keys]``."""
     if isinstance(activation, str):
         return _ACT[activation](x) if activation in _ACT else activations.act(activation, x)
-    return torch.cat([_activate(name, x[:, heads]) for name, heads in _runs(activation)], 1)
+    return torch.cat([activate(name, x[:, heads]) for name, heads in _runs(activation)], 1)
 
 
-def _activate_backward(activation: Activation, x: Tensor, dout: Tensor) -> Tensor:
+def activate_backward(activation: Activation, x: Tensor, dout: Tensor) -> Tensor:
     """``dout`` times the derivative at ``x``."""
     if isinstance(activation, str):
         return _ACT_BACKWARD[activation](dout, x) if activation in _ACT_BACKWARD else dout * activations.act_grad(activation, x)
-    return torch.cat([_activate_backward(name, x[:, heads], dout[:, heads]) for name, heads in _runs(activation)], 1)
+    return torch.cat([activate_backward(name, x[:, heads], dout[:, heads]) for name, heads in _runs(activation)], 1)
 
 
 def _runs(names: tuple[str, ...]) -> Iterator[tuple[str, slice]]:

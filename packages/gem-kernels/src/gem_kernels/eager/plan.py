@@ -166,6 +166,12 @@ def cached(anchors: Sequence[Tensor | None], key: Any, build: Callable[[], Plan]
     return plan
 
 
+def host_lengths(offsets: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """First rows and lengths of the samples, int64 on the host."""
+    host = offsets.cpu().numpy().astype(np.int64)
+    return host[:-1], np.diff(host)
+
+
 def make_plan(
     samples: Samples,
     shape: Shape,

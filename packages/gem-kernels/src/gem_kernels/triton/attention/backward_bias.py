@@ -38,9 +38,9 @@ def _add_by_distance(values, distance, table, radius):
 
 @triton.jit
 def _add_by_bucket(values, difference, first, last, table, edges):
-    """Add ``values`` (any shape) at the bucket of ``difference``, all of which lie in buckets first .. last."""
+    """Add ``values [M, N]`` at the bucket of ``difference``, all of which lie in buckets first .. last."""
     if first == last:
-        tl.atomic_add(table + first, tl.sum(values), sem="relaxed")
+        tl.atomic_add(table + first, tl.sum(tl.sum(values, 1), 0), sem="relaxed")
     else:
         for bucket in range(first, last + 1):
             part = values
@@ -48,7 +48,7 @@ def _add_by_bucket(values, difference, first, last, table, edges):
                 part = tl.where(difference >= tl.load(edges + bucket - 1), part, 0.0)
             if bucket < last:
                 part = tl.where(difference < tl.load(edges + bucket), part, 0.0)
-            tl.atomic_add(table + bucket, tl.sum(part), sem="relaxed")
+            tl.atomic_add(table + bucket, tl.sum(tl.sum(part, 1), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["left", "right", "radius", "edges", "width"])
@@ -138,7 +138,7 @@ def attention_bwd_bias_kernel(
             if bias_position is not None:
                 if (n0 - p_max >= radius) | (n1 - 1 - p_min <= -radius):
                     end = tl.where(n0 - p_max >= radius, 2 * radius, 0)
-                    tl.atomic_add(by_distance + end, tl.sum(ds), sem="relaxed")
+                    tl.atomic_add(by_distance + end, tl.sum(tl.sum(ds, 1), 0), sem="relaxed")
                 else:
                     past = ds
                     if TARGETS:

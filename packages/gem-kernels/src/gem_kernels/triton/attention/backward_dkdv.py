@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import store_ragged
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.bias import load_times, pair_bias
@@ -28,7 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["batch", "q_len", "rows", "k_rows", "left", "right", "radius", "edges"])
 def attention_bwd_dkdv_kernel(
-    q, k, v, out, dout, lse, delta, dq, dk, dv,
+    q, k, v, out, dout, lse, delta, dq, dq_box, dk, dv,
     q_offsets, k_offsets, num_targets, context_len, kv_index, order, first,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     tiles, tile_count,
@@ -77,7 +78,7 @@ def attention_bwd_dkdv_kernel(
                     sample, q_offsets, k_offsets, num_targets, context_len, kv_index, q_len
                 )
                 dk_acc, dv_acc = walk_queries(
-                    q, out, dout, lse, delta, dq, k_tile, v_tile, dk_acc, dv_acc,
+                    q, out, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
                     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,
                     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
                     stride_qn, stride_qh, stride_on, stride_oh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
@@ -94,7 +95,7 @@ def attention_bwd_dkdv_kernel(
 
 @triton.jit
 def walk_queries(
-    q, out, dout, lse, delta, dq, k_tile, v_tile, dk_acc, dv_acc,
+    q, out, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     stride_qn, stride_qh, stride_on, stride_oh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
@@ -123,6 +124,19 @@ def walk_queries(
         i = m0 + tl.arange(0, BLOCK_M)
         q_tile = load_rows(q, q_row, m0, lq, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, TMA)
         do_tile = load_rows(dout, out_row, m0, lq, head, stride_don, stride_doh, BLOCK_M, DV, DV_PAD, TMA)
+        # Small loads come before the products, whose results everything after them waits for.
+        lse_i = tl.zeros([BLOCK_M], tl.float32)
+        delta_i = lse_i
+        if SOFTMAX:
+            at = head.to(tl.int64) * rows + out_row + i
+            # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
+            lse_i = tl.load(lse + at, i < lq, float("-inf"))
+            lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+            if DQ == 1:
+                o_tile = load_rows(out, out_row, m0, lq, head, stride_on, stride_oh, BLOCK_M, DV, DV_PAD, TMA)
+                delta_i = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1) * delta_scale
+            else:
+                delta_i = tl.load(delta + at, i < lq, 0.0)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         p = tl.minimum(i + shift, h)
@@ -135,15 +149,6 @@ def walk_queries(
                 bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
             )  # fmt: skip
         if SOFTMAX:
-            at = head.to(tl.int64) * rows + out_row + i
-            lse_i = tl.load(lse + at, i < lq, float("-inf"))
-            # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
-            lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-            if DQ == 1:
-                o_tile = load_rows(out, out_row, m0, lq, head, stride_on, stride_oh, BLOCK_M, DV, DV_PAD, False)
-                delta_i = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1) * delta_scale
-            else:
-                delta_i = tl.load(delta + at, i < lq, 0.0)
             prob = tl.exp2(s * (LOG2E if BIAS else scale * LOG2E) - lse_i[None, :])
             slope = prob
             dp = dp - delta_i[None, :]
@@ -171,7 +176,10 @@ def walk_queries(
                 ds = tl.where((j < h)[:, None], ds, 0.0)
             dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * ds_scale
             if DQ == 1:
-                store_rows(dq, q_row, m0, lq, head, stride_dqn, stride_dqh, dq_tile, BLOCK_M, D, D_PAD)
+                if TMA:
+                    store_ragged(dq_box, q_row.to(tl.int32), lq, [m0, head * D], dq_tile.to(dq.dtype.element_ty))
+                else:
+                    store_rows(dq, q_row, m0, lq, head, stride_dqn, stride_dqh, dq_tile, BLOCK_M, D, D_PAD)
             else:
                 d = tl.arange(0, D_PAD)
                 to = dq + head.to(tl.int64) * stride_dqh + (q_row + i)[:, None] * stride_dqn + d[None, :]

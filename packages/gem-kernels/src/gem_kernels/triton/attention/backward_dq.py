@@ -6,7 +6,7 @@
   for the key side, which therefore runs afterwards.
 - gdpa: dS = f'(scale_in · S + bias) ∘ dP.
 
-A candidate's own pair was differentiated row by row beforehand (`rows`); its dS starts the accumulator.
+A candidate's own pair was differentiated row by row beforehand (`rows`); its dS K is added last.
 
 EMIT: all query rows of a sample fit one tile, so the program also has everything for dV = Pᵀ dO and dK = dSᵀ Q of each key block and writes
 them: five products, no second kernel ("q_resident"). Its list has one tile for every sample, so that keys without queries get their zeros.
@@ -97,14 +97,6 @@ def attention_bwd_dq_kernel(
             act_id = tl.load(act_ids + head)
         tq, tq_low, tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
 
-        if TARGETS:
-            if m1 > lq - t:
-                candidate = (i >= lq - t) & (i < lq)
-                own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-                k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD)
-                ds_i = tl.load(ds_own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
-                acc += ds_i[:, None] * k_own.to(tl.float32)
-
         for x in tl.range(0, blocks):
             n0 = key_block(x, walk_head, walk_first, CONTEXT) * BLOCK_N
             k_tile = load_rows(k, k_row, n0, h, kv_head, stride_kn, stride_kh, BLOCK_N, D, D_PAD, TMA)
@@ -142,6 +134,14 @@ def attention_bwd_dq_kernel(
                 store_rows(dv, k_row, n0, h, kv_head, stride_dvn, stride_dvh, dv_tile, BLOCK_N, DV, DV_PAD)
                 dk_tile = tl.dot(tl.trans(ds16), q_tile, input_precision=PRECISION) * ds_scale
                 store_rows(dk, k_row, n0, h, kv_head, stride_dkn, stride_dkh, dk_tile, BLOCK_N, D, D_PAD)
+
+        if TARGETS:
+            if m1 > lq - t:
+                candidate = (i >= lq - t) & (i < lq)
+                own_row = q_row if kv_index is not None else k_row + h - (lq - t)
+                k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD)
+                ds_i = tl.load(ds_own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
+                acc += ds_i[:, None] * k_own.to(tl.float32)
 
         if not BROADCAST:
             store_rows(dq, q_row, m0, lq, head, stride_dqn, stride_dqh, acc * ds_scale, BLOCK_M, D, D_PAD)

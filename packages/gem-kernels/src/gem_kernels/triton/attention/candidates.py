@@ -21,8 +21,14 @@ def _forward(m: int, n: int, warps: int, stages: int, **more: int | bool) -> Con
     return {"RESIDENT": 0, "CHUNK": 1, **_config(m, n, warps, stages, **more)}
 
 
-def _with_tma(found: list[Config], info: DeviceInfo) -> list[Config]:
-    """Each configuration with descriptors first, where the chip has them."""
+def _without(config: Config, name: str) -> Config:
+    return {key: value for key, value in config.items() if key != name}
+
+
+def _for_chip(found: list[Config], info: DeviceInfo) -> list[Config]:
+    """Each configuration with descriptors first, where the chip has them; without register caps where the compiler knows none."""
+    if not info.nvidia:
+        return [_without(c, "maxnreg") for c in found]
     return [{**c, "TMA": True} for c in found] + found if info.tma else found
 
 
@@ -43,21 +49,28 @@ def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         block = 32 if wide <= 128 else 16
         return [_forward(block, block, 4, 1)]
     rows = 64 if p.q_bound <= 64 else 128
+    if p.time:
+        return _for_chip([_forward(64, 32, 8, 2), _forward(64, 32, 4, 2)], info)
     if wide <= 64:
-        found = [_forward(rows, 64, rows // 16, 3), _forward(rows, 128, rows // 16, 2), _forward(rows, 64, 4, 3)]
+        found = [_forward(rows, 64, rows // 16, 3), _forward(rows, 128, rows // 16, 2), _forward(64, 64, 4, 3)]
     elif wide <= 128:
         found = [
-            _forward(rows, 64, rows // 16, 2, maxnreg=128),
             _forward(rows, 32, rows // 16, 4, maxnreg=128),
+            _forward(rows, 32, rows // 16, 3, maxnreg=128),
+            _forward(rows, 64, rows // 16, 2),
+            _forward(rows, 64, rows // 16, 3),
             _forward(rows, 128, rows // 16, 2),
             _forward(64, 64, 4, 2),
             _forward(64, 32, 4, 3, maxnreg=160),
         ]
     else:
-        found = [_forward(rows, 32, 8, 2), _forward(rows, 64, 8, 2), _forward(64, 32, 4, 2)]
-    if kernel == "attention.forward" and p.mask == "full" and not p.targets and not p.bias:
-        found = _resident(p, wide) + found
-    return _with_tma(found, info)
+        found = [_forward(rows, 32, 8, 2), _forward(64, 64, 8, 2), _forward(64, 32, 4, 2)]
+    if p.bias:
+        found = [_without(c, "maxnreg") for c in found if c["BLOCK_N"] < 128]
+    elif kernel == "attention.forward" and p.mask == "full" and not p.targets:
+        resident = _resident(p, wide)
+        found = found + resident if p.k_bound > 128 else resident + found
+    return _for_chip(found, info)
 
 
 def _resident(p: Plan, wide: int) -> list[Config]:
@@ -67,7 +80,7 @@ def _resident(p: Plan, wide: int) -> list[Config]:
     if p.k_bound > 128:
         return [_forward(128, 128, 8, 2, RESIDENT=2, CHUNK=8)]
     n = max(16, p.k_bound)
-    return [_forward(128, n, 8, 2, RESIDENT=1, CHUNK=4), _forward(64, n, 4, 2, RESIDENT=1, CHUNK=4)]
+    return [_forward(64, n, 4, 2, RESIDENT=1, CHUNK=8), _forward(128, n, 8, 2, RESIDENT=1, CHUNK=4)]
 
 
 def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
@@ -79,7 +92,11 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         return [_config(16, 16 if wide > 64 else 32, 4, 1, PERSISTENT=4 if p.broadcast else 0)]
     rows = 64 if p.q_bound <= 64 else 128
     if kernel == "attention.q_resident":
-        found = [_config(16, 64, 4, 2), _config(16, 128, 8, 2), _config(16, 32, 4, 3)]
+        found = [_config(16, 64, 4, 2), _config(16, 32, 4, 3), _config(16, 128, 8, 2)]
+        if p.q_bound > 64:
+            found = [_config(16, 32, 8, 2), _config(16, 64, 8, 2), _config(16, 32, 8, 3)]
+    elif p.time:
+        found = [_config(64, 32, 8, 2)]
     elif wide <= 64:
         found = [_config(rows, 64, rows // 16, 3), _config(rows, 128, 8, 2), _config(64, 64, 4, 3)]
     elif wide <= 128:
@@ -88,7 +105,7 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         found = [_config(64, 32, 8, 2), _config(64, 32, 4, 2)]
     if p.broadcast:
         found = [{**c, "PERSISTENT": 2} for c in found]
-    return _with_tma(found, info)
+    return _for_chip(found, info)
 
 
 def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
@@ -99,16 +116,23 @@ def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     if p.dtype == "fp32":
         return [_config(16 if wide > 64 else 32, 16, 4, 1)]
     if kernel == "attention.kv_resident":
-        found = [_config(64, 16, 4 if p.k_bound <= 64 else 8, 2), _config(32, 16, 4 if p.k_bound <= 64 else 8, 2)]
+        if p.k_bound <= 64:
+            found = [_config(32, 16, 4, 2), _config(64, 16, 8, 2)]
+            if p.softmax and p.k_bound > 32:
+                found.reverse()
+        else:
+            found = [_config(32, 16, 8, 2), _config(32, 16, 8, 1), _config(16, 16, 8, 3)]
         if wide > 128:
-            found = found[1:]
+            found = found[:1]
+    elif p.time:
+        found = [_config(16, 64, 8, 2)]
     elif wide <= 64:
         found = [_config(64, 128, 8, 3), _config(64, 64, 4, 3), _config(128, 64, 8, 2)]
     elif wide <= 128:
         found = [_config(32, 128, 8, 3), _config(64, 64, 4, 2), _config(64, 128, 8, 2), _config(32, 64, 4, 2)]
     else:
         found = [_config(32, 64, 8, 2), _config(32, 32, 4, 2)]
-    return _with_tma(found, info)
+    return _for_chip(found, info)
 
 
 def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
@@ -117,5 +141,4 @@ def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         return [_config(16, 16, 1, 1, PERSISTENT=2)]
     if p.dtype == "fp32":
         return [_config(16, 16, 4, 1, PERSISTENT=4)]
-    block = 64 if max(p.d_pad, p.dv_pad) <= 128 else 32
-    return [_config(64, block, 4, 2, TMA=info.tma, PERSISTENT=2), _config(64, block, 8, 2, TMA=info.tma, PERSISTENT=1)]
+    return [_config(64, 32, 8, 2, TMA=info.tma, PERSISTENT=2), _config(64, 32, 4, 2, TMA=info.tma, PERSISTENT=2)]

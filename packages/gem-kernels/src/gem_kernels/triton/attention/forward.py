@@ -7,8 +7,8 @@
             +--------+--------+--------+--------+
 
 Tiles that no row of the program may see are never visited and tiles that all rows see wholly are not masked (`masks.key_walk`). Softmax is
-the online one of FlashAttention (arXiv 2205.14135), in powers of two. A candidate's own key starts the accumulators; its score was computed
-row by row beforehand (`rows`).
+the online one of FlashAttention (arXiv 2205.14135), in powers of two. A candidate's own key comes last; its score was computed row by row
+beforehand (`rows`).
 
 MASKING "subtract": keys past the sample's end were loaded as zeros, so they score exactly 0; nothing is masked, and the surplus
 n_pad · 2^(0 - m) leaves the denominator at the end. Where that surplus is most of the denominator (all real scores far below 0) the
@@ -81,19 +81,6 @@ def attention_fwd_kernel(
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-        if TARGETS:
-            if m1 > lq - t:
-                candidate = (i >= lq - t) & (i < lq)
-                own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-                v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD)
-                score = tl.load(own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
-                if SOFTMAX:
-                    m_i = tl.where(candidate, score * LOG2E, m_i)
-                    l_i = tl.where(candidate, 1.0, 0.0)
-                    acc += v_own.to(tl.float32)
-                else:
-                    acc += activate(score, act_id, ACT, ACT_SET, FAST).to(tl.float32)[:, None] * v_own.to(tl.float32)
-
         m_i, l_i, acc = walk_keys(
             q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
             blocks, walk_head, walk_first, free0, free1,
@@ -116,6 +103,25 @@ def attention_fwd_kernel(
                     left, right, radius, edges, scale, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
                     CAUSAL, WINDOW, CONTEXT, TIME_STEPS, FOLD, False, BLOCK_N, TMA,
                 )  # fmt: skip
+
+        if TARGETS:
+            if m1 > lq - t:
+                candidate = (i >= lq - t) & (i < lq)
+                own_row = q_row if kv_index is not None else k_row + h - (lq - t)
+                v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD)
+                score = tl.load(own + head.to(tl.int64) * rows + out_row + i, candidate, 0.0)
+                if SOFTMAX:
+                    score = tl.where(candidate, score * LOG2E, float("-inf"))
+                    m_new = tl.maximum(m_i, score)
+                    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    alpha = tl.exp2(m_i - m_safe)
+                    weight = tl.exp2(score - m_safe)
+                    l_i = l_i * alpha + weight
+                    acc = acc * alpha[:, None]
+                    m_i = m_new
+                else:
+                    weight = activate(score, act_id, ACT, ACT_SET, FAST).to(tl.float32)
+                acc += weight[:, None] * v_own.to(tl.float32)
 
         if SOFTMAX:
             scaled = tl.where(l_i > 0, out_scale / l_i, 0.0)

@@ -22,7 +22,7 @@ from gem_kernels.triton.attention.backward_dq import attention_bwd_dq_kernel
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
 from gem_kernels.triton.attention.rows import attention_bwd_own_kernel, attention_delta_kernel
-from gem_kernels.triton.attention.tiles import tma_fits
+from gem_kernels.triton.attention.tiles import descriptor, tma_fits
 from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
 
@@ -185,9 +185,13 @@ class _Backward:
         tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v, self.dout))
         tiles = x.sample_tiles(x.q_offsets) if mode in (1, 2) else x.k_tiles(n)
         q, k, v, dout = descriptors(tma, (x.q, m), (x.k, n), (x.v, n), (self.dout, m))
+        out, dq_box = self.out, None
+        if tma and mode == 1:
+            out = None if self.out is None else descriptor(self.out, m)
+            dq_box = descriptor(dq, m)
         launch(
             attention_bwd_dkdv_kernel, (grid_size(tiles.bound, p.kv_heads, persistent, x.info.sms),), x.device,
-            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv,
+            q, k, v, out, dout, self.lse, self.delta, dq, dq_box, dk, dv,
             x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), x.act_ids,
             tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.out, self.dout, dq, dk, dv), *bias_strides(x),

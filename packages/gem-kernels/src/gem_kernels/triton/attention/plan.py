@@ -35,6 +35,7 @@ class Plan:
     targets: bool
     context: bool
     bias: bool
+    time: bool
     shared: bool
     broadcast: bool
     q_bound: int
@@ -75,7 +76,7 @@ class Plan:
         return tuple(
             sorted(
                 {
-                    "op": op, "d": self.d_pad, "dv": self.dv_pad, "dtype": self.dtype, "mask": self.mask, "bias": self.bias,
+                    "op": op, "d": self.d_pad, "dv": self.dv_pad, "dtype": self.dtype, "mask": self.mask, "bias": self.bias, "time": self.time,
                     "targets": self.targets, "group": self.group, "q": min(self.q_bound, 1 << 16), "k": min(self.k_bound, 1 << 16),
                 }.items()
             )
@@ -128,6 +129,7 @@ def plan(problem: Problem) -> Plan:
         targets="num_targets" in problem.present,
         context="context_len" in problem.present and (causal or window is not None),
         bias="bias_position" in problem.present,
+        time="bias_time" in problem.present,
         shared="kv_index" in problem.present,
         broadcast=bool(problem.option("broadcast_q", False)),
         q_bound=int(problem.option("max_q_len")),

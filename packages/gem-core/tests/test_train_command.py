@@ -58,6 +58,9 @@ def test_train_eval_and_resume(config, tmp_path, capsys):
     assert "finished after 12 steps, 768 samples" in out
     assert "of the explainable gain" in out
     summary = json.loads((folder / "summary.json").read_text())
+    header = json.loads((folder / "run.json").read_text())
+    assert header["flops_per_sample"] > 1000
+    assert header["command"][0]
 
     assert run("eval", folder, "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -131,6 +134,16 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_resuming_finishes_it(config
     losses = [[json.loads(x)["loss"] for x in (p / "metrics.jsonl").read_text().splitlines()] for p in (folder, whole)]
     assert len(losses[0]) == steps
     assert losses[0] == losses[1]
+
+
+def test_the_header_tells_which_implementation_each_op_chose(config, tmp_path):
+    """In a process of its own, because each choice is told once a process."""
+    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", str(config)]
+    options = ["--run-dir", str(tmp_path / "run"), "--set", "train.steps=1", "--quiet"]
+    subprocess.run([*command, *options], check=True, capture_output=True)
+    chosen = json.loads((tmp_path / "run" / "run.json").read_text())["kernels"]
+    assert chosen
+    assert all(": " in line for line in chosen)
 
 
 def test_the_quick_start_configuration_is_valid_and_names_a_group():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,26 @@ class TensorBoard(Callback):
     def on_end(self, run: RunInfo, summary: Mapping[str, Any]) -> None:
         if self.writer is not None:
             self.writer.close()
+
+
+@contextmanager
+def kernel_choices() -> Iterator[list[str]]:
+    """Meanwhile, what the dispatcher of the ops says about its choices is added to the list; it says each thing once a process."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append(record.getMessage())
+
+    kept: list[str] = []
+    logger, handler = logging.getLogger("gem_core.ops"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level or logging.INFO, logging.INFO))
+    try:
+        yield kept
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class Progress(Callback):

@@ -21,7 +21,7 @@ from gem_core.train.build import build_parts, build_source, flops_of, task_names
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
 from gem_core.train.feed import Fed, Feed
-from gem_core.train.logs import JsonLines, Progress, TensorBoard
+from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
 from gem_core.train.optim import schedule_factor
 from gem_core.train.pack import save_packed
@@ -62,7 +62,8 @@ class Trainer:
     def run(self) -> RunResult:
         self.started = time.perf_counter()
         kernels = self.config.kernels
-        with runtime(self.config) as self.runtime, use_policy(kernels.default, kernels.ops), StopRequest() as self.stop:
+        policy, stop = use_policy(kernels.default, kernels.ops), StopRequest()
+        with runtime(self.config) as self.runtime, policy, stop as self.stop, kernel_choices() as self.choices:
             self._prepare()
             try:
                 self._each("on_start")
@@ -186,10 +187,8 @@ class Trainer:
         logs = last or step % train.log_every == 0
         evaluates = every is not None and step % every == 0
         saves = train.checkpoint_every is not None and step % train.checkpoint_every == 0
-        if self.header["flops_per_sample"] is None and batches[0].flops is not None and batches[0].host.size:
-            self.header["flops_per_sample"] = batches[0].flops / batches[0].host.size
-            if self.runtime.main:
-                self.folder.write_json(self.folder.header, self.header)
+        if "kernels" not in self.header:
+            self._complete_header(batches[0])
         stopping = self._take(self.outcomes.ready(all=logs or evaluates or saves))
         self._each("on_step", self._log_record(lr) if logs else None)
         if stopping:
@@ -205,6 +204,14 @@ class Trainer:
         if saves:
             self._checkpoint()
         return None
+
+    def _complete_header(self, fed: Fed) -> None:
+        """What is known after the first step only: the FLOPs of a sample and the implementations that the ops chose."""
+        if fed.flops is not None and fed.host.size:
+            self.header["flops_per_sample"] = fed.flops / fed.host.size
+        self.header["kernels"] = sorted(self.choices)
+        if self.runtime.main:
+            self.folder.write_json(self.folder.header, self.header)
 
     def _take(self, outcomes: Sequence[Outcome]) -> bool:
         """Account for finished steps; whether some rank was asked to stop.

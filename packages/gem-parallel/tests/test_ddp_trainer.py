@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import tomli_w
 
 from gem_core.testing.strategies import run_processes, run_training
 from gem_core.train.offline import evaluate_run
@@ -29,13 +33,13 @@ def runs(tmp_path_factory):
     """One run straight through, and one that rank 0 alone was told to stop, resumed by two processes."""
     folder = tmp_path_factory.mktemp("ddp")
 
-    def train(world, name, step, **task):
+    def train(world, name, **task):
         scratch = tmp_path_factory.mktemp("results")
         return run_processes(world, run_training, {"config": CONFIG, "run_dir": str(folder / name), **task}, scratch)
 
-    straight = train(2, "straight", 0)
-    stopped = train(2, "broken", 0, stop_at=9)
-    resumed = train(2, "broken", 0, resume=True)
+    straight = train(2, "straight")
+    stopped = train(2, "broken", stop_at=9)
+    resumed = train(2, "broken", resume=True)
     return folder, straight, stopped, resumed
 
 
@@ -76,3 +80,23 @@ def test_one_process_continues_what_two_began(runs, tmp_path):
     assert result["status"] == "finished"
     assert [r["step"] for r in records] == list(range(1, 31))
     assert records[-1]["samples"] - records[23]["samples"] == 6 * 2 * 32
+
+
+def test_the_command_under_torchrun(tmp_path):
+    """As a user types it: the processes find each other, one of them prints, and the result is that of the same processes without it."""
+    (tmp_path / "config.toml").write_text(tomli_w.dumps({**CONFIG, "train": {**CONFIG["train"], "steps": 3}}))
+    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
+    train = ["train", str(tmp_path / "config.toml"), "--run-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *command, *train], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished after 3 steps, 384 samples") == 1
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["world"] == 2
+
+
+def test_several_processes_without_a_strategy_for_them_are_refused(tmp_path):
+    config = {**CONFIG, "parallel": {}}
+    with pytest.raises(RuntimeError, match='dense = "single" is for one process, and 2 were started'):
+        run_processes(2, run_training, {"config": config, "run_dir": str(tmp_path / "run")}, tmp_path)
+    assert not (tmp_path / "run").exists()

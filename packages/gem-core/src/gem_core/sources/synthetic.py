@@ -43,12 +43,12 @@ class SyntheticConfig(FrozenConfig):
     seed: int = Field(7, ge=0)
     length: LengthLaw = Field(LognormalLaw(), description="law of the users' history lengths")
     users: int = Field(50_000, gt=0)
-    categories: int = Field(20, gt=1, le=4096)
+    categories: int = Field(12, gt=1, le=4096)
     items_per_category: int = Field(64, gt=0, le=65_536)
     advertisers: int = Field(200, gt=0)
     days: int = Field(14, gt=0, description="days that the log spans; train, eval and test follow one another")
     start: int = Field(1_704_067_200, description="unix time of the first sample")
-    ctr: float = Field(0.08, gt=0, lt=1, description="mean click rate")
+    ctr: float = Field(0.09, gt=0, lt=1, description="mean click rate")
     cvr: float = Field(0.15, gt=0, lt=1, description="mean conversion rate of the clicked")
 
     @property

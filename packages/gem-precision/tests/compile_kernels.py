@@ -43,7 +43,9 @@ def built(kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, A
 
 
 QUANTIZE = {"x": "*bf16", "y_out": "*bf16", "row_data": "*u8", "row_scales": "*u8", "col_data": "*u8", "col_scales": "*u8", "seeds": "*i32"}
-NORM = {"x": "*bf16", "weight": "*fp32", "bias": "*fp32"} | {k: v for k, v in QUANTIZE.items() if k != "x"}
+NORM = {"x": "*bf16", "weight": "*fp32", "bias": "*fp32", "y_out": "*bf16", "stats": "*fp32"} | {
+    k: v for k, v in QUANTIZE.items() if k not in ("x", "y_out")
+}
 SIZES = {"R": "i32", "C": "i32", "stride": "i32"}
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -15,7 +16,9 @@ from gem_precision.gemm import gemm
 from gem_precision.kernels import interpreting
 from gem_precision.kernels.quantize import norm_quantize, quantize_matrix
 from gem_precision.kernels.scaled_gemm import scaled_gemm
-from gem_precision.policy import Operand
+from gem_precision.linear import convert_linear
+from gem_precision.policy import Operand, fp8_linear, mx_linear
+from gem_precision.site import Site
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs a GPU or TRITON_INTERPRET=1")
@@ -46,6 +49,11 @@ def assert_same(got, wanted) -> None:
     assert torch.equal(a.cpu(), b.cpu())
     assert got.block == wanted.block
     assert got.elem == wanted.elem
+
+
+def sqnr(reference: torch.Tensor, got: torch.Tensor) -> float:
+    noise = (reference.double() - got.double()).square().sum()
+    return float(10 * torch.log10(reference.double().square().sum() / noise)) if noise else math.inf
 
 
 def codec(x: torch.Tensor, operand: Operand, along: int, generator: torch.Generator | None = None):
@@ -162,6 +170,31 @@ def test_norm_fused_equals_the_pair(kind, operand, shape):
     else:
         wanted = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6) * weight
     torch.testing.assert_close(fused.y.float(), wanted, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [("rms", 1e-6), ("layer", 1e-5), ("act", "gelu"), ("act", "relu"), ("act", "silu")], ids=str)
+@pytest.mark.parametrize("policy", [mx_linear(), fp8_linear("block")], ids=["mx", "fp8"])
+def test_linear_behind_a_fused_step_equals_the_pair(before, policy, monkeypatch):
+    """Forward, dX and dW of norm or activation -> linear, one pass against two, under autocast from fp32 rows."""
+    generator = torch.Generator().manual_seed(3)
+    net = convert_linear(nn.Linear(96, 64).to(DEVICE), Site("s", "linear", [("p", policy)]))
+    x = (torch.randn(70, 96, generator=generator) + 0.2).to(DEVICE)
+    g = torch.randn(70, 64, generator=generator).to(DEVICE).bfloat16()
+    found = []
+    for fused in (False, True):
+        if DEVICE == "cpu":
+            monkeypatch.setattr("gem_precision.kernels.usable", lambda t, fused=fused: fused and t.dim() == 2)
+        else:
+            monkeypatch.setattr("gem_precision.linear.can_fuse", lambda *a, fused=fused: fused)
+        net.zero_grad()
+        inputs = x.clone().requires_grad_()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            y = net.after_norm(inputs, *before) if before[0] != "act" else net.after_activation(inputs, before[1])
+        y.backward(g.to(y.dtype))
+        found.append((y.float(), inputs.grad, net.weight.grad))
+    for a, b in zip(*found):
+        # the interpreter cuts fp32 off to bf16 instead of rounding, and a code may then differ by one
+        assert sqnr(a.detach(), b.detach()) > (30 if DEVICE == "cpu" else 45)
 
 
 def test_nothing_is_left_unwritten(monkeypatch):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gem_core import ops
 from gem_core.errors import OpError
 from gem_precision.formats.jagged import padded_rows
+from gem_precision.fused import ACTIVATIONS, can_fuse, fused_operands, through
 from gem_precision.gemm import Quantised, gemm, high_precision_gemm, quantise, quantise_both
 from gem_precision.policy import Gemm, LinearPolicy, Operand
 from gem_precision.site import Site
@@ -25,11 +28,12 @@ def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> 
 
 
 @torch.compiler.disable
-def _linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> Tensor:
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: tuple[str, Any] | None = None) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     with torch.autocast(device, enabled=False):
-        y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]).to(dtype), w, site)  # type: ignore[no-untyped-call]
+        rows = x.reshape(-1, x.shape[-1])
+        y: Tensor = _Linear.apply(rows if before else rows.to(dtype), w, site, dtype, before)  # type: ignore[no-untyped-call]
         if b is not None:
             y = y + b.to(dtype)
     return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
@@ -69,14 +73,19 @@ class _Operands:
 
 
 class _Linear(torch.autograd.Function):
+    """``before``: ("rms" | "layer", eps) or ("act", name): what is applied to x first, in the pass that quantises it."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, site: Site) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, site: Site, dtype: torch.dtype, before: tuple[str, Any] | None) -> Tensor:
         policy: LinearPolicy = site.policy
         fprop, wgrad = policy.fprop, policy.wgrad
         operands = _Operands(policy, site)
         keeps = ctx.needs_input_grad[1] and wgrad.b is not None
-        qx = saved_x = None
-        if fprop.a is not None and keeps:
+        stats = qx = saved_x = None
+        raw = x
+        if before is not None:
+            qx, saved_x, stats = fused_operands(x, before, fprop.a, wgrad.b if keeps else None, dtype, site.generator)
+        elif fprop.a is not None and keeps:
             qx, saved_x = operands.both(("fprop.x", "wgrad.x"), x, fprop, fprop.a, wgrad, wgrad.b)
         elif fprop.a is not None:
             qx = operands.one("fprop.x", x, fprop, fprop.a)
@@ -88,27 +97,29 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1] and wgrad.b is None:
             operands.probe("wgrad", "x", x, along=0)
         if qx is None:
-            y = high_precision_gemm(x, w, x.dtype)
+            y = high_precision_gemm(x, w, dtype)
         else:
-            y = gemm(qx, operands.one("fprop.w", w, fprop, fprop.b), x.dtype, policy.backend)
-        ctx.operands, ctx.x_dtype, ctx.saved_x = operands, x.dtype, None
+            y = gemm(qx, operands.one("fprop.w", w, fprop, fprop.b), dtype, policy.backend)
+        ctx.operands, ctx.before, ctx.x_dtype, ctx.saved_x = operands, before, dtype, None
+        saved = [w]
         if saved_x is not None:
             ctx.saved_x = (type(saved_x), saved_x.elem, saved_x.block)
-            ctx.save_for_backward(w, saved_x.data, saved_x.scales)
+            saved += [saved_x.data, saved_x.scales]
         elif ctx.needs_input_grad[1]:
-            ctx.save_for_backward(w, x)
-        else:
-            ctx.save_for_backward(w)
+            saved.append(x)
+        if before is not None:
+            saved += [raw] if stats is None else [raw, stats]
+        ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         operands: _Operands = ctx.operands
         policy = operands.policy
         dgrad, wgrad = policy.dgrad, policy.wgrad
         w, *rest = ctx.saved_tensors
         operands.site.record("dy", g, None)
-        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
         low_dx, low_dw = wants_dx and dgrad.a is not None, wants_dw and ctx.saved_x is not None
         row = column = dx = dw = None
         if low_dx and low_dw:
@@ -130,7 +141,9 @@ class _Linear(torch.autograd.Function):
             dw = gemm(column, family(rest[0], rest[1], elem, block), w.dtype, policy.backend)
         elif wants_dw:
             dw = high_precision_gemm(g.t(), rest[0].t(), w.dtype)
-        return dx, dw, None
+        if dx is not None and ctx.before is not None:
+            dx = through(ctx.before, rest[2:], dx)
+        return dx, dw, None, None, None
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -142,6 +155,21 @@ class LowPrecisionLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.site.enter(self.training)
         return _linear(x, self.weight, self.bias, self.site)
+
+    def after_norm(self, x: Tensor, kind: str, eps: float) -> Tensor:
+        """``self(ops.norm(x, kind=kind, eps=eps))``, with the norm and the quantising of its result in one pass where the kernels can."""
+        return self._after(x, (kind, eps), lambda: ops.norm(x, kind=kind, eps=eps))
+
+    def after_activation(self, x: Tensor, name: str) -> Tensor:
+        """``self(act(x))`` for relu, gelu (erf) or silu, likewise in one pass."""
+        return self._after(x, ("act", name), lambda: ACTIVATIONS[name](x))
+
+    def _after(self, x: Tensor, before: tuple[str, Any], unfused: Callable[[], Tensor]) -> Tensor:
+        self.site.enter(self.training)
+        # a sample compares operands with what they came from, which the fused pass never writes
+        if self.site.live or not can_fuse(x.reshape(-1, x.shape[-1]), before, self.site.policy):
+            return self(unfused())
+        return _linear(x, self.weight, self.bias, self.site, before)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.site.precision}"

@@ -1,7 +1,7 @@
 """Small modules that every part is built from.
 
 Linear maps stay `torch.nn.Linear` modules, so that a precision recipe can find and replace them: the fused ops are used only while the
-module is exactly that type.
+module is exactly that type. What a recipe puts there may take the norm or activation before it into its own pass (`after_norm`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NormLinear(nn.Module):
         linear = self.linear
         if type(linear) is nn.Linear:
             return ops.norm_linear(x, linear.weight, linear.bias, kind=self.kind, eps=self.eps)
-        return linear(ops.norm(x, kind=self.kind, eps=self.eps))
+        return after_norm(linear, x, self.kind, self.eps)
 
 
 class FeedForward(nn.Module):
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
         if type(self.up) is nn.Linear and type(self.down) is nn.Linear:
             y = ops.mlp(s, self.up.weight, self.up.bias, self.down.weight, self.down.bias, activation=self.activation, norm=self.kind)
         else:
-            y = self.down(activate(self.up(ops.norm(s, kind=self.kind)), self.activation))
+            y = after_activation(self.down, after_norm(self.up, s, self.kind), self.activation)
         return s + self.dropout(y)
 
 
@@ -108,6 +108,18 @@ class TokenMix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.matmul(self.weight.to(x.dtype), x)
+
+
+def after_norm(linear: nn.Module, x: Tensor, kind: NormKind, eps: float = 1e-6) -> Tensor:
+    """``linear(norm(x))``. A module that a recipe put in a linear's place may do both at once: ``linear.after_norm(x, kind, eps)``."""
+    fused = getattr(linear, "after_norm", None)
+    return linear(ops.norm(x, kind=kind, eps=eps)) if fused is None else fused(x, kind, eps)
+
+
+def after_activation(linear: nn.Module, x: Tensor, name: str) -> Tensor:
+    """``linear(activation(x))``, likewise with ``linear.after_activation(x, name)``."""
+    fused = getattr(linear, "after_activation", None)
+    return linear(activate(x, name)) if fused is None else fused(x, name)
 
 
 def activate(x: Tensor, name: str) -> Tensor:

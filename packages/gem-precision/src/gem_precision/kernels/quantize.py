@@ -30,11 +30,12 @@ TILES: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Directions:
     """What a kernel wrote: ``rows`` is the operand ``[R, K = C]``, ``columns`` the operand ``[C, K = R]`` (of x transposed), ``y`` the
-    unquantised result where it was asked for."""
+    unquantised result where it was asked for, ``stats [2, R]`` mean and 1/deviation of a norm."""
 
     rows: MX | FP8 | None
     columns: MX | FP8 | None
     y: Tensor | None = None
+    stats: Tensor | None = None
 
 
 def takes(operand: Operand) -> bool:
@@ -48,13 +49,14 @@ def quantize_matrix(
     columns: Operand | None = None,
     *,
     act: str = "none",
+    dtype: torch.dtype | None = None,
     write_y: bool = False,
     generator: torch.Generator | None = None,
     swizzle: bool = False,
     tile: dict[str, Any] | None = None,
 ) -> Directions:
     """Quantise ``x [R, C]`` along its columns (operand ``rows``: K = C), along its rows (``columns``: K = R, transposed), or both, in one
-    read; ``act`` is applied first and its result rounded to x's dtype.
+    read; ``act`` is applied first and its result rounded to ``dtype`` (None: x's).
 
     Both directions must agree in format, element, rule and whether blocks are squares. Bit-equal to the codec on ``act(x)``; with
     stochastic rounding the rows' seed is drawn from ``generator`` first. ``swizzle``: scales in 128x4 tiles, flat uint8.
@@ -68,15 +70,15 @@ def quantize_matrix(
     assert one is not None
     tile = tile or TILES[one.format + ("" if rows is not None and columns is None and one.block[0] == 1 else "_both")]
     r, c = x.shape
-    y = torch.empty_like(x) if write_y else None
+    y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
     programs = -(-r // tile["BLOCK_R"]) * -(-c // tile["BLOCK_C"])
     from gem_precision.kernels.quantize_kernels import quantize_kernel
 
     launch(
-        quantize_kernel, programs, x.device, x, x if y is None else y, *what.pointers(x), r, c, x.stride(0),
+        quantize_kernel, programs, x.device, x, y, *what.pointers(x), r, c, x.stride(0),
         ACT=ACTIVATIONS[act], WRITE_Y=write_y, **meta, **tile,
     )  # fmt: skip
-    return what.result(y)
+    return what.result(y if write_y else None)
 
 
 def norm_quantize(
@@ -88,12 +90,13 @@ def norm_quantize(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
     write_y: bool = True,
     generator: torch.Generator | None = None,
     swizzle: bool = False,
 ) -> Directions:
     """RMS or layer norm of ``x [R, C]`` over C, quantised in the same pass; as `quantize_matrix` otherwise. Without operands it is the norm
-    alone, by the same arithmetic, so fused and unfused agree to the bit.
+    alone, by the same arithmetic, so fused and unfused agree to the bit. The norm's result is rounded to ``dtype`` (None: x's) first.
     """
     if kind not in ("rms", "layer"):
         raise OpError(f"there is no norm called {kind!r}", where="kind", fix="choose rms or layer")
@@ -107,15 +110,30 @@ def norm_quantize(
     one = rows or columns
     tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
     r, c = x.shape
-    y = torch.empty_like(x, memory_format=torch.contiguous_format) if write_y else None
+    y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
+    stats = x.new_empty((2, r), dtype=torch.float32)
     from gem_precision.kernels.quantize_kernels import norm_quantize_kernel
 
     launch(
         norm_quantize_kernel, -(-r // tile["BLOCK_R"]), x.device, x, x if weight is None else weight, x if bias is None else bias,
-        x if y is None else y, *what.pointers(x), r, c, x.stride(0), eps,
+        y, stats, *what.pointers(x), r, c, x.stride(0), eps,
         LAYER=kind == "layer", WEIGHT=weight is not None, BIAS=bias is not None, WRITE_Y=write_y, QUANTIZE=one is not None, **meta, **tile,
     )  # fmt: skip
-    return what.result(y)
+    return what.result(y if write_y else None, stats)
+
+
+def norm_backward(x: Tensor, g: Tensor, stats: Tensor, kind: str) -> Tensor:
+    """Gradient ``[R, C]`` of the affine-free norm of ``x``, in x's dtype, from the ``stats`` of `norm_quantize`."""
+    from gem_precision.kernels.quantize_kernels import norm_backward_kernel
+
+    x, g = x.contiguous(), g.contiguous()
+    dx = torch.empty_like(x)
+    block = min(1 << (x.shape[1] - 1).bit_length(), 2048)
+    launch(
+        norm_backward_kernel, x.shape[0], x.device, x, g, stats, dx, *x.shape, LAYER=kind == "layer", BLOCK_C=block,
+        num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return dx
 
 
 def _checked(x: Tensor, rows: Operand | None, columns: Operand | None) -> Tensor:
@@ -173,14 +191,14 @@ class _Outputs:
         found = (self.row_data, self.row_scales, self.col_data, self.col_scales, self.seeds)
         return [x if t is None else t for t in found]
 
-    def result(self, y: Tensor | None) -> Directions:
+    def result(self, y: Tensor | None, stats: Tensor | None = None) -> Directions:
         rows = columns = None
         if self.rows is not None:
             rows = self._quantised(self.rows, self.row_data, self.row_scales)
         if self.columns is not None:
             scales = self.row_scales.t() if self.square and self.row_scales is not None else self.col_scales
             columns = self._quantised(self.columns, self.col_data, scales)
-        return Directions(rows, columns, y)
+        return Directions(rows, columns, y, stats)
 
     @staticmethod
     def _quantised(operand: Operand, data: Tensor | None, scales: Tensor | None) -> MX | FP8:

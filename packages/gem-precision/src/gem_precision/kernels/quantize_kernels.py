@@ -110,7 +110,7 @@ def quantize_kernel(
     LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
     B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Optional activation (rounded to x's dtype, as the unfused op does), then quantise."""
+    """Optional activation, rounded to y_out's dtype as the unfused op does, then quantise."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(C, BLOCK_C)
     rows = program // across * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
@@ -118,7 +118,8 @@ def quantize_kernel(
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     y = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
     if ACT != 0:
-        y = activation(y.to(tl.float32), ACT).to(x.dtype.element_ty)
+        y = activation(y.to(tl.float32), ACT)
+    y = y.to(y_out.dtype.element_ty)
     if WRITE_Y:
         tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
     store_tile(
@@ -130,15 +131,15 @@ def quantize_kernel(
 
 @triton.jit
 def norm_quantize_kernel(
-    x, weight, bias, y_out, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, eps,
+    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, eps,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
     LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
     B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Norm over C, rounded to x's dtype as the unfused op does, then quantise. A program owns BLOCK_R whole rows; the second and third
-    walk over them come from the cache."""
+    """Norm over C, rounded to y_out's dtype as the unfused op does, then quantise; ``stats [2, R]`` receives mean and 1/deviation. A
+    program owns BLOCK_R whole rows; the second and third walk over them come from the cache."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
     mean = tl.zeros((BLOCK_R,), tl.float32)
     if LAYER:
@@ -156,6 +157,8 @@ def norm_quantize_kernel(
         centred = tl.where(inside, v - mean[:, None], 0.0)
         squares += tl.sum(centred * centred, axis=1)
     rstd = 1.0 / tl.sqrt_rn(squares / C + eps)
+    tl.store(stats + rows, mean, mask=rows < R)
+    tl.store(stats + R + rows, rstd, mask=rows < R)
     for start in tl.range(0, C, BLOCK_C):
         cols = start + tl.arange(0, BLOCK_C).to(tl.int64)
         inside = (rows < R)[:, None] & (cols < C)[None, :]
@@ -165,7 +168,7 @@ def norm_quantize_kernel(
             y *= tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
         if BIAS:
             y += tl.load(bias + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
-        y = tl.where(inside, y, 0.0).to(x.dtype.element_ty)
+        y = tl.where(inside, y, 0.0).to(y_out.dtype.element_ty)
         if WRITE_Y:
             tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
         if QUANTIZE:
@@ -174,3 +177,25 @@ def norm_quantize_kernel(
                 ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA,
                 SIGN, NAN, CAST, B, BLOCK_R, BLOCK_C,
             )  # fmt: skip
+
+
+@triton.jit
+def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row."""
+    row = tl.program_id(0).to(tl.int64)
+    mean, rstd = tl.load(stats + row), tl.load(stats + R + row)
+    along = tl.zeros((BLOCK_C,), tl.float32)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for start in tl.range(0, C, BLOCK_C):
+        cols = start + tl.arange(0, BLOCK_C)
+        upstream = tl.load(g + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
+        n = (tl.load(x + row * C + cols, mask=cols < C, other=0.0).to(tl.float32) - mean) * rstd
+        along += upstream * n
+        total += upstream
+    projection = tl.sum(along) / C
+    centre = tl.sum(total) / C if LAYER else 0.0
+    for start in tl.range(0, C, BLOCK_C):
+        cols = start + tl.arange(0, BLOCK_C)
+        upstream = tl.load(g + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
+        n = (tl.load(x + row * C + cols, mask=cols < C, other=0.0).to(tl.float32) - mean) * rstd
+        tl.store(dx + row * C + cols, (rstd * (upstream - centre - n * projection)).to(dx.dtype.element_ty), mask=cols < C)

@@ -1,0 +1,53 @@
+"""Norm + quantise and activation + quantise as the first step of a linear: the unquantised result is never written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gem_precision import kernels
+from gem_precision.gemm import Quantised
+from gem_precision.kernels.quantize import norm_backward, norm_quantize, quantize_matrix, takes
+from gem_precision.policy import LinearPolicy, Operand
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def can_fuse(x: Tensor, before: tuple[str, Any], policy: LinearPolicy) -> bool:
+    """Whether one pass can make every quantised form of x that the linear needs."""
+    a, b = policy.fprop.a, policy.wgrad.b
+    if a is None or b is None or policy.fprop.hadamard or policy.wgrad.hadamard or not kernels.usable(x):
+        return False
+    if not takes(a) or (a.format, a.elem, a.scale_rule, a.block) != (b.format, b.elem, b.scale_rule, b.block) or a.block[0] != 1:
+        return False
+    return before[0] != "act" or before[1] in ACTIVATIONS
+
+
+def fused_operands(
+    x: Tensor, before: tuple[str, Any], rows: Operand | None, columns: Operand | None, dtype: torch.dtype, generator: torch.Generator | None
+) -> tuple[Quantised | None, Quantised | None, Tensor | None]:
+    """(operand of fprop, operand of wgrad, statistics of the norm)."""
+    kind, what = before
+    if kind == "act":
+        done = quantize_matrix(x, rows, columns, act=what, dtype=dtype, generator=generator)
+    else:
+        done = norm_quantize(x, rows, columns, kind=kind, eps=what, dtype=dtype, write_y=False, generator=generator)
+    return done.rows, done.columns, done.stats
+
+
+def through(before: tuple[str, Any], saved: Sequence[Tensor], g: Tensor) -> Tensor:
+    """The gradient of x from that of the norm's or activation's result; ``saved``: x, and the norm's statistics."""
+    kind, what = before
+    x = saved[0]
+    if kind != "act":
+        return norm_backward(x, g, saved[1], kind)
+    g = g.to(x.dtype)
+    if what == "relu":
+        return torch.ops.aten.threshold_backward(g, x, 0)
+    if what == "silu":
+        return torch.ops.aten.silu_backward(g, x)
+    return torch.ops.aten.gelu_backward(g, x, approximate="none")

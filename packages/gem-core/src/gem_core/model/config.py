@@ -16,6 +16,7 @@ class EventConfig(FrozenConfig):
     """How the fields of an event become one token."""
 
     combine: Literal["sum", "concat"] = Field("concat", description="sum of the fields' embeddings, or one linear map of all of them")
+    compare: bool = Field(False, description="also the products of the event's target fields with the candidate's")
     positions: int = Field(0, ge=0, description="learned embedding of the last N places, counted from the newest event; 0: none")
     time_buckets: int = Field(0, ge=0, description="learned embedding of log(1 + age / time_scale) in N buckets; 0: none")
     time_scale: float = Field(60.0, gt=0, description="seconds; ages well below it are not told apart")

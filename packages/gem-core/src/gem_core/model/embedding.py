@@ -154,6 +154,13 @@ class EventFields(nn.Module):
         missing = iter(self.missing)
         return [embedded[f"sparse.{self.target[f]}"] if f in self.target else next(missing).expand(batch_size, -1) for f in self.fields]
 
+    def products(self, batch: Batch, embedded: Embedded, rows: Rows, scales: list[float]) -> Tensor:
+        """``scale e * c`` of each target field, side by side: ``[N, sum of widths]``."""
+        group = sequence_of(batch, self.name)
+        own = torch.cat([self._field(group, embedded, f) for f in self.target], 1)
+        asked = torch.cat([embedded[f"sparse.{t}"] * scale for t, scale in zip(self.target.values(), scales)], 1)
+        return own * ops.jagged_expand(asked, rows.offsets, rows=rows.count)
+
     def _field(self, group: SequenceGroup, embedded: Embedded, name: str) -> Tensor:
         field, value = self.fields[name], group.fields.get(name)
         if value is None:
@@ -171,7 +178,9 @@ class EventTokens(nn.Module):
     """The fields of each event to one token, ``[N, dim]``; and the candidate as such an event, ``[B, dim]``.
 
     "concat" maps all fields, one after another, by one matrix; "sum" adds them, each by its own matrix unless it is an embedding of
-    width ``dim``. `placed` adds learned embeddings of the place from the newest event and of the log age; the candidate's age is 0.
+    width ``dim``. `placed` adds learned embeddings of the place from the newest event and of the log age; the candidate's age is 0. With
+    ``compare`` it also adds a linear map of ``sqrt(width) e * c``, e the event's and c the candidate's embedding of each target field:
+    what DIN's activation unit reads.
 
     :raises ConfigError: time buckets for a history without times; see also `EventFields`.
     """
@@ -198,6 +207,9 @@ class EventTokens(nn.Module):
         else:
             plain = [c.kind == "id" and widths[f] == dim for f, c in sequence.fields.items()]
             self.maps = nn.ModuleList(nn.Identity() if p else nn.Linear(w, dim) for p, w in zip(plain, widths.values()))
+        compared = [widths[f] for f in self.fields.target] if config.compare else []
+        self.scales = [w**0.5 for w in compared]
+        self.match = nn.Linear(sum(compared), dim, bias=False) if compared else None
         self.place = nn.Embedding(config.positions + 1, dim) if config.positions else None
         self.age = nn.Embedding(config.time_buckets, dim) if config.time_buckets else None
 
@@ -205,8 +217,10 @@ class EventTokens(nn.Module):
         """``[N, dim]`` of the history's events, without place and age."""
         return self._combine(self.fields(batch, embedded))
 
-    def placed(self, token: Tensor, rows: Rows) -> Tensor:
-        """Add place and age to ``token [N, dim]``; ``rows`` is the layout that `rows` gave."""
+    def placed(self, token: Tensor, batch: Batch, embedded: Embedded, rows: Rows) -> Tensor:
+        """Add place, age and comparison to ``token [N, dim]``; ``rows`` is the layout that `rows` gave."""
+        if self.match is not None:
+            token = token + self.match(self.fields.products(batch, embedded, rows, self.scales))
         if self.place is not None:
             token = token + self.place((rows.recency + 1).clamp(max=self.config.positions))
         if self.age is not None:
@@ -217,6 +231,9 @@ class EventTokens(nn.Module):
     def candidate(self, embedded: Embedded, batch_size: int) -> Tensor:
         """``[B, dim]``: the candidate as an event that happens now."""
         token = self._combine(self.fields.candidate(embedded, batch_size))
+        if self.match is not None:
+            own = [embedded[f"sparse.{t}"] for t in self.fields.target.values()]
+            token = token + self.match(torch.cat([c * c * scale for c, scale in zip(own, self.scales)], 1))
         if self.place is not None:
             token = token + self.place.weight[0]
         if self.age is not None:

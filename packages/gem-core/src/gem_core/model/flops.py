@@ -111,6 +111,7 @@ def gem_flops(model: Gem, lengths: Mapping[str, Tensor], batch_size: int) -> Mod
         rows[name] = events + b * (c.cls + int(c.candidate))
         compared = b if entry.compares else 0
         count.linear("events", entry.events.maps, events + compared)
+        count.linear("events", entry.events.match, events + compared)
         if entry.summary is not None:
             mix, project = entry.summary
             count.linear("events", mix, b, dim)

@@ -55,6 +55,12 @@ class HistoryEntry(nn.Module):
         self.config = c = config
         self.asks = c.candidate or c.pooling.candidate_queries > 0
         self.compares = self.asks and bool(features.sequences[name].target)
+        if c.event.compare and not features.sequences[name].target:
+            raise ConfigError(
+                f"compare needs to know which feature of the candidate is which field of {name!r}",
+                where="model.sequence.event.compare",
+                fix=f"set features.sequences.{name}.target, or compare = false",
+            )
         self.events = EventTokens(name, features, tables, c.dim, c.event, candidate=self.compares)
         if c.rotary == "time" and not self.events.timed:
             raise ConfigError(
@@ -69,7 +75,7 @@ class HistoryEntry(nn.Module):
         c = self.config
         rows = event_rows = self.events.rows(batch)
         events = self.events(batch, embedded)
-        s = self.events.placed(events, rows)
+        s = self.events.placed(events, batch, embedded, rows)
         summaries = None if self.summary is None else self.summary(x)
         candidate = None
         if self.asks:

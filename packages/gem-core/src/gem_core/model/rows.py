@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,40 +24,54 @@ class Rows:
     cls: int = 0
     candidate: bool = False
     ages: Tensor | None = None
+    _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    # Each tensor is made once and is the same object ever after: implementations of ops keep their plans by it. Not functools'
+    # cached_property, whose lock torch.compile cannot trace.
+    def _keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     @property
     def batch_size(self) -> int:
         return self.offsets.numel() - 1
 
-    @cached_property
+    def _places(self) -> Tensor:
+        return torch.arange(self.count, device=self.offsets.device, dtype=self.offsets.dtype)
+
+    @property
     def sample(self) -> Tensor:
         """``[N]`` int64: the sample that each row belongs to."""
-        places = torch.arange(self.count, device=self.offsets.device, dtype=self.offsets.dtype)
-        return torch.searchsorted(self.offsets[1:], places, right=True)
+        return self._keep("sample", lambda: torch.searchsorted(self.offsets[1:], self._places(), right=True))
 
-    @cached_property
+    @property
     def position(self) -> Tensor:
         """``[N]``: place within the sample, from 0."""
-        return torch.arange(self.count, device=self.offsets.device) - self.offsets[self.sample]
+        return self._keep("position", lambda: self._places() - self.offsets[self.sample])
 
-    @cached_property
+    @property
     def recency(self) -> Tensor:
         """``[N]``: 0 for the last row of the sample, then 1, 2, ..."""
-        return self.offsets[self.sample + 1] - 1 - torch.arange(self.count, device=self.offsets.device)
+        return self._keep("recency", lambda: self.offsets[self.sample + 1] - 1 - self._places())
 
-    @cached_property
+    @property
     def num_targets(self) -> Tensor | None:
         """``[B]`` int32 ones where the candidate is appended, as the attention ops want it."""
-        return torch.ones(self.batch_size, dtype=torch.int32, device=self.offsets.device) if self.candidate else None
+        return self._keep("num_targets", lambda: self._filled(1)) if self.candidate else None
 
-    @cached_property
+    @property
     def context_len(self) -> Tensor | None:
         """``[B]`` int32: the CLS rows of each sample, or None."""
-        return torch.full((self.batch_size,), self.cls, dtype=torch.int32, device=self.offsets.device) if self.cls else None
+        return self._keep("context_len", lambda: self._filled(self.cls)) if self.cls else None
+
+    def _filled(self, value: int) -> Tensor:
+        return torch.full((self.batch_size,), value, dtype=torch.int32, device=self.offsets.device)
 
     def uniform(self, rows: int) -> Tensor:
         """Offsets ``[B+1]`` of a layout with ``rows`` rows in every sample."""
-        return torch.arange(self.batch_size + 1, device=self.offsets.device, dtype=self.offsets.dtype) * rows
+        device, dtype = self.offsets.device, self.offsets.dtype
+        return self._keep(f"uniform {rows}", lambda: torch.arange(self.batch_size + 1, device=device, dtype=dtype) * rows)
 
     def extended(self, cls: int, candidate: bool) -> Rows:
         """The layout after ``cls`` rows are put before, and the candidate after, the rows of each sample (ages are not carried over)."""

@@ -118,7 +118,7 @@ def event_ids(batch: Batch, path: str) -> Jagged:
     ids = group.fields[field]
     if isinstance(ids, Jagged):
         return Jagged(ids.values, ids.offsets[group.offsets.to(torch.int64)])
-    if ids.device.type == "cpu" and int(group.offsets[-1]) != ids.shape[0]:
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and int(group.offsets[-1]) != ids.shape[0]:
         raise BatchError(
             f"{ids.shape[0]} events are stored, the offsets end at {int(group.offsets[-1])}",
             where=f"features.{path}",

@@ -44,7 +44,7 @@ def check_window(op: str, window: int | tuple[int, int] | None) -> tuple[int, in
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast, float32 tensors in the autocast dtype: what torch does for its own linear and matmul."""
     device = next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch refuses the question for meta
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype == torch.float32 else t for t in tensors)

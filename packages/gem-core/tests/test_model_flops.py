@@ -1,0 +1,154 @@
+"""FLOPs and parameters against torch's own counter, hand counts, and the pinned presets."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gem_core.errors import ConfigError
+from gem_core.model.config import DinConfig, GemConfig
+from gem_core.model.din import Din
+from gem_core.model.gem import Gem
+from gem_core.model.presets import PRESETS, counts, dense_parameters, find, preset
+from gem_core.testing.models import random_batch, sample_features
+
+LENGTHS = [3, 0, 7, 12, 1]
+TOWER = {"dim": 16, "heads": 2, "pooling": {"seeds": 3}}
+RICH = {
+    **TOWER,
+    "candidate": True,
+    "cls": 2,
+    "ffn": 24,
+    "window": 3,
+    "pffn": {"keys": 5},
+    "pooling": {"seeds": 3, "candidate_queries": 2, "recent": 2},
+}
+
+
+def counted(model, batch):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(batch)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence": TOWER},
+        {"sequence": False},
+        {"sequence": {**TOWER, "pffn": {"kind": "norm_gdpa"}, "attention": ["block", "window"], "block": 4, "window": 2}},
+        {
+            "sequence": {**RICH, "attention": ["causal", "causal_window"]},
+            "gates": True,
+            "interaction": {"experts": ["dcnv2", "wukong", "dot"]},
+        },
+        {"sequence": {**TOWER, "layers": 1}, "feature_tokens": 4, "interaction": {"summary": 3}, "head": {"tokens": 2, "shared": 9}},
+    ],
+)
+def test_gem_flops_are_what_runs(options):
+    features = sample_features()
+    model = Gem(GemConfig.model_validate({"dim": 8, "embedding_dim": 8, **options}), features)
+    batch = random_batch(features, 5, lengths=LENGTHS)
+    flops = model.count_flops({"history": torch.tensor(LENGTHS)}, 5)
+    assert flops.forward == counted(model, batch)
+    assert sum(flops.parts.values()) == flops.forward
+    assert sum(model.flops(batch).values()) == flops.training == 3 * sum(flops.gemm.values()) + 3.5 * sum(flops.attention.values())
+
+
+def test_din_flops_are_what_runs():
+    features = sample_features()
+    model = Din(DinConfig(embedding_dim=8), features)
+    batch = random_batch(features, 5, lengths=LENGTHS)
+    flops = model.count_flops({"history": torch.tensor(LENGTHS)}, 5)
+    width = 8 + 8 + 8 + 1 + 5  # item, category, action, dwell, picture
+    weighted_sums = 2 * sum(LENGTHS) * width  # elementwise in torch, hence not seen by its counter
+    assert flops.forward == counted(model, batch) + weighted_sums
+    assert flops.parts["attention"] == sum(LENGTHS) * (2 * 4 * width * 64 + 2 * 64) + weighted_sums
+
+
+def test_hand_count_of_one_layer():
+    """n = 6 feature tokens of width 8; one history, d = 16, H = 2; every term written out."""
+    features = sample_features()
+    options = {"layers": 1, "dim": 8, "embedding_dim": 8, "sequence": {**TOWER, "attention": "causal"}, "head": {"hidden": [10]}}
+    options["interaction"] = {"tokens": 4, "wukong": {"rank": 2, "hidden": 11}}
+    model = Gem(GemConfig.model_validate(options), features)
+    parts = model.count_flops({"history": torch.tensor(LENGTHS)}, 5).parts
+    b, n, d, events, rows = 5, 6, 16, sum(LENGTHS), 6 + 3
+    pairs = sum(length * (length + 1) // 2 for length in LENGTHS)
+    assert parts["events"] == events * 2 * (8 + 8 + 8 + 1 + 5) * d
+    assert parts["pffn"] == b * n * 2 * 8 * 2 * d + events * 2 * (2 * d * d) + 4 * d * events * n
+    assert parts["attention"] == events * 2 * (3 * d * d + d * d) + 4 * d * pairs
+    assert parts["pooling"] == events * 2 * d * 2 * d + 4 * d * events * 3 + b * 3 * 2 * d * 8
+    fm = 2 * (2 * rows * 2 * 8) + 2 * (rows * 2 * 11 + 11 * 2 * 8)
+    assert parts["interaction"] == b * (fm + 2 * 2 * rows * 8 + 2 * 4 * rows * 8)
+    assert parts["heads"] == b * 2 * 2 * (4 * 8 * 10 + 10)
+    assert parts["features"] == b * 2 * (2 * 64 + 64 * 8 + 6 * 8)  # dense MLP, vector projection; embeddings of width 8 as they are
+    dense = dense_parameters(model)
+    assert dense["attention"] == d * 3 * d + 3 * d + d * d + d
+    assert dense["interaction"] == 4 * rows + (rows * 2 + 2 * rows * 2 + rows * 2 * 11 + 11 + 11 * 16 + 16) + 2 * rows + 2 * 8
+    assert sum(dense.values()) == sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
+
+
+def test_next_event_counts_for_training_only():
+    features = sample_features()
+    lengths = {"history": torch.tensor(LENGTHS)}
+    sequence = {**TOWER, "attention": "causal"}
+    plain = Gem(GemConfig.model_validate({"sequence": sequence}), features).count_flops(lengths, 5)
+    aided = Gem(GemConfig.model_validate({"sequence": {**sequence, "next_event": 0.1}}), features).count_flops(lengths, 5)
+    assert aided.forward == plain.forward
+    assert aided.training - plain.training == 3 * (sum(LENGTHS) - 1) * (2 * 16 * 16 + 2 * 64 * 16)
+    assert aided.by_part_training["auxiliary"] == aided.training - plain.training
+
+
+# name: (table parameters, dense parameters, forward FLOPs and training FLOPs over 64 samples of the reference log)
+PINNED = {
+    "tiny": (2_560_000, 107_415, 172_549_376, 536_910_208),
+    "small": (102_400_000, 3_933_715, 9_794_517_504, 30_411_651_840),
+    "base": (4_096_000_000, 206_686_338, 1_162_962_960_384, 3_739_570_126_848),
+    "base-window": (4_096_000_000, 206_686_338, 778_681_909_248, 2_394_586_447_872),
+    "large": (16_384_000_000, 1_535_339_266, 7_297_608_187_904, 22_949_032_689_664),
+    "xl": (999_424_000_000, 6_406_296_834, 48_029_645_012_992, 148_305_539_366_912),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_pinned(name):
+    c = counts(name, samples=64)
+    assert (c.sparse, c.dense_total, c.flops.forward, c.flops.training) == PINNED[name]
+
+
+def test_preset_shapes_of_the_design():
+    base = find("base")
+    with torch.device("meta"):
+        model = Gem(GemConfig.model_validate(base.model), base.features())
+    fm = model.layers[0].interaction.experts[0].fm.mlp.layers
+    assert [(m.in_features, m.out_features) for m in fm] == [(3072, 1024), (1024, 12288)]
+    wide = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and max(m.in_features, m.out_features) > 2048}
+    assert all(".fm.mlp." in n for n in wide)
+    assert model.features.count == 128
+    assert model.layers[0].blocks["history"].pffn.keys == 128
+    assert [(m.in_features, m.out_features) for m in model.heads.mlps[0].layers] == [(1024, 512), (512, 1)]
+    assert (len(model.layers), len(model.layers[0].interaction.experts), len(model.table_set.tables)) == (6, 2, 32)
+    lengths = base.lengths()
+    assert float(lengths.double().mean()) == pytest.approx(500, rel=0.03)
+    assert int(lengths.max()) == 4096
+
+
+def test_xl_holds_a_trillion_parameters_without_memory():
+    xl = find("xl")
+    with torch.device("meta"):
+        model = Gem(GemConfig.model_validate(xl.model), xl.features())
+    assert model.table_set.parameters == pytest.approx(1e12, rel=1e-3)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_presets_are_copies_and_unknown_ones_are_refused():
+    preset("tiny")["layers"] = 99
+    assert preset("tiny")["layers"] == 2
+    with pytest.raises(ConfigError, match=r"unknown preset 'tinny'(.|\n)*tiny, small, base"):
+        preset("tinny")
+
+
+def test_the_printed_table_names_every_part():
+    text = counts("tiny", samples=64).table()
+    for word in ("tables", "pffn", "attention", "pooling", "interaction", "heads", "dense total", "training"):
+        assert word in text

@@ -1,0 +1,347 @@
+"""gemrec data inspect, convert and synth, through the command and end to end into the reader."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gem_core.cli.groups import CommandGroups
+from gem_core.config import load_config
+from gem_core.config.features import Features
+from gem_core.errors import ConfigError, DataError
+from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource
+from gem_core.testing.sources import ids_of
+from gem_data import ParquetSource, movielens
+from gem_data.commands import register
+from gem_data.inspect import propose
+from gem_data.parquet import SPEC, ParquetConfig
+
+DATA = Path(os.environ.get("GEM_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
+
+
+def data(name):
+    if not (DATA / name).exists():
+        pytest.skip(f"{DATA / name} is not there (set GEM_TEST_DATA)")
+    return DATA / name
+
+
+def gemrec(*arguments):
+    app = CommandGroups()
+    app.owner = "gem-data"
+    register(app)
+    result = CliRunner().invoke(app.group("data"), [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def source_of(text_or_path, split="train", **how):
+    """The source that a configuration file describes, as the trainer builds it."""
+    raw = tomllib.loads(text_or_path) if isinstance(text_or_path, str) else tomllib.loads(text_or_path.read_text())
+    options = raw["data"]["parquet"] | ({"root": str(text_or_path.parent)} if isinstance(text_or_path, Path) else {})
+    return SPEC.build(ParquetConfig(**options), Features(**raw["features"]), split=split, **{"batch_size": 64, **how})
+
+
+def bytes_of(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+# --- synth ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_synth_writes_the_log_of_the_synthetic_source(tmp_path):
+    out = gemrec("synth", "--out", tmp_path / "log", "--rows", 20_000, "--eval-rows", 500, "--test-rows", 300, "--users", 50)
+    assert "20,000 rows" in out
+    own = SyntheticSource(SyntheticConfig(rows=20_000, eval_rows=500, test_rows=300, users=50), split="eval", batch_size=500)
+    read = source_of(tmp_path / "log" / "config.toml", "eval", batch_size=500)
+    a, b = next(iter(own)), next(iter(read))
+    assert torch.equal(a.sample_ids, b.sample_ids)
+    assert torch.equal(a.sparse.values, b.sparse.values)
+    assert torch.allclose(a.dense, b.dense, rtol=1e-5, atol=1e-5)
+    assert torch.equal(a.labels, b.labels)
+    assert torch.equal(a.label_mask, b.label_mask)
+    assert torch.equal(a.timestamps, b.timestamps)
+    assert torch.equal(a.sequences["history"].timestamps, b.sequences["history"].timestamps)
+    for name in ("item", "category", "action"):
+        assert torch.equal(a.sequences["history"].fields[name], b.sequences["history"].fields[name])
+    assert torch.equal(a.columns["true_probability.ctr"], b.columns["true_probability.ctr"])
+    assert load_config(tmp_path / "log" / "config.toml").model.preset == "tiny"
+
+
+def test_synth_again_gives_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        gemrec("synth", "--out", tmp_path / name, "--rows", 300, "--law", "zipf", "--max-history", 20)
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+    gemrec("synth", "--out", tmp_path / "c", "--rows", 300, "--law", "zipf", "--max-history", 20, "--seed", 8)
+    assert bytes_of(tmp_path / "a")["train.parquet"] != bytes_of(tmp_path / "c")["train.parquet"]
+
+
+def test_synth_refuses_an_unknown_law(tmp_path):
+    with pytest.raises(ConfigError, match="no law 'normal'"):
+        gemrec("synth", "--out", tmp_path, "--law", "normal")
+
+
+def test_help_has_an_example():
+    for command in ("inspect", "convert", "synth"):
+        assert "Example: gemrec data" in gemrec(command, "--help").replace("\n", " ")
+
+
+# --- inspect --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A log of a made-up user: names, types and quirks as they come."""
+    rng = np.random.default_rng(0)
+    n = 600
+    k = rng.integers(0, 8, n)
+    histories = [rng.integers(1, 90, c).tolist() for c in k]
+    table = pa.table(
+        {
+            "impression_id": [f"i{i}" for i in range(n)],
+            "user_id": rng.integers(10**12, 10**13, n),
+            "item_id": rng.integers(0, 90, n),
+            "device": rng.choice(["ios", "android"], n),
+            "price": pa.array([None if rng.random() < 0.1 else float(x) for x in rng.exponential(30, n)]),
+            "balance": rng.normal(-3, 2, n),
+            "title": [f"A rather long title of item number {i}, in words" for i in range(n)],
+            "constant": np.ones(n, dtype=np.int8),
+            "embedding": pa.array(rng.normal(0, 1, (n, 4)).tolist(), pa.list_(pa.float32())),
+            "tags": [rng.integers(0, 12, 2 + i % 3).tolist() for i in range(n)],
+            "hist_item_ids": pa.array(histories, pa.list_(pa.int64())),
+            "hist_dwell": pa.array([rng.exponential(3, c).tolist() for c in k], pa.list_(pa.float64())),
+            "hist_time": pa.array([np.sort(rng.integers(1.6e12, 1.7e12, c)).tolist() for c in k], pa.list_(pa.int64())),
+            "event_time": pa.array(np.sort(rng.integers(1_700_000_000, 1_700_100_000, n)) * 1000, pa.timestamp("ms")),
+            "click": (rng.random(n) < 0.3).astype(np.int8),
+            "conversion": (rng.random(n) < 0.1).astype(np.int8),
+            "split": rng.integers(0, 2, n),
+        }
+    )
+    pq.write_table(table, tmp_path / "day.parquet", row_group_size=100)
+    return tmp_path / "day.parquet"
+
+
+def test_inspect_proposes_what_works_as_it_is(log, tmp_path):
+    text = gemrec("inspect", log)
+    (tmp_path / "mine.toml").write_text(text)
+    features = load_config(tmp_path / "mine.toml").features
+    assert features.sample_id == "impression_id"
+    assert features.timestamp == "event_time"
+    assert features.columns == ("user_id",)
+    assert set(features.dense) == {"price", "balance"}
+    assert features.dense["price"].default is not None
+    assert set(features.sparse) == {"user_id", "item_id", "device", "tags"}
+    assert features.sparse["user_id"].hash
+    assert features.vectors["embedding"].dim == 4
+    history = features.sequences["history"]
+    assert history.timestamps == "hist_time"
+    assert history.time_unit == "ms"
+    assert history.fields["item"].table == features.sparse["item_id"].table == "item"
+    assert history.fields["dwell"].kind == "float"
+    assert history.target == {"item": "item_id"}
+    assert features.labels["ctr"].column == "click"
+    assert features.labels["cvr"].mask == "click"
+    for left in ("title: free text", "constant: holds one value", "split: looks like a split"):
+        assert f"# left out: {left}" in text
+    train, held = source_of(text, "train"), source_of(text, "eval")
+    assert train.rows + held.rows == 600
+    assert 50 <= held.rows <= 70
+    for source in (train, held):
+        for batch in source:
+            batch.validate()
+    assert max(int(b.timestamps.max()) for b in train) <= min(int(b.timestamps.min()) for b in held)
+
+
+def test_inspect_of_the_synthetic_log_carries_the_truth_along(tmp_path):
+    gemrec("synth", "--out", tmp_path, "--rows", 2000, "--users", 100)
+    text = gemrec("inspect", tmp_path)
+    proposed = tomllib.loads(text)["features"]
+    assert "true_probability.ctr" in proposed["columns"]
+    assert not any(name.startswith("true_probability") for name in proposed.get("dense", {}))
+    assert proposed["sequences"]["history"]["target"] == {"item": "item", "category": "category"}
+    assert len(ids_of(source_of(text, "test"))) == 200
+
+
+def test_inspect_graded_labels_and_label_option(tmp_path):
+    pq.write_table(pa.table({"user_id": [1, 2, 3, 4], "rating": [1, 5, 4, 2], "opened": [0, 1, 1, 0]}), tmp_path / "a.parquet")
+    assert tomllib.loads(propose(tmp_path / "a.parquet"))["features"]["labels"] == {"ctr": {"column": "rating", "threshold": 3.0}}
+    assert tomllib.loads(propose(tmp_path / "a.parquet", label="opened"))["features"]["labels"] == {"ctr": {"column": "opened"}}
+    with pytest.raises(DataError, match="--label must be one of"):
+        propose(tmp_path / "a.parquet", label="nothing")
+    pq.write_table(pa.table({"x": [1.5, 2.5]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="no column looks like a label"):
+        propose(tmp_path / "b.parquet")
+
+
+def test_inspect_ranges_cover_rows_outside_the_sample(tmp_path):
+    """The largest id is in a row group that the sample does not touch, once with statistics and once without."""
+    for statistics in (True, False):
+        ids = np.arange(3000) % 50
+        ids[1500] = 777
+        pq.write_table(
+            pa.table({"item_id": ids, "label": ids % 2}), tmp_path / "a.parquet", row_group_size=100, write_statistics=statistics
+        )
+        text = propose(tmp_path / "a.parquet", sample_rows=200)
+        assert tomllib.loads(text)["features"]["sparse"]["item_id"]["rows"] == 778
+        assert sum(len(b) for b in source_of(text)) == 3000
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["ml-1m-ctr", "ml-1m-popneg", "tiny-formats/tiny_parquet"])
+def test_inspect_public_data(name):
+    text = propose(data(name))
+    for split in ("train", "eval", "test"):
+        source = source_of(text, split, batch_size=4096)
+        assert sum(len(b.validate()) for b in source) == source.rows
+    if name.startswith("ml-1m"):
+        history = tomllib.loads(text)["features"]["sequences"]["history"]
+        assert history["target"] == {"item": "item_id"}
+        assert history.get("drop_first", 0) == (1 if name == "ml-1m-ctr" else 0)
+
+
+# --- convert --------------------------------------------------------------------------------------------------------------------------
+
+MOVIES = {
+    1: ("Toy Story (1995)", "Animation|Children's"),
+    2: ("Cité des enfants perdus, La (1995)", "Sci-Fi"),
+    7: ("X: Part 2", "Drama|Sci-Fi"),
+}
+
+
+@pytest.fixture
+def original(tmp_path):
+    """Original :: files of 20 users, in Latin-1."""
+    rng = np.random.default_rng(1)
+    folder = tmp_path / "ml"
+    folder.mkdir()
+    ratings = []
+    for user in range(1, 21):
+        for _ in range(int(rng.integers(6, 30))):
+            ratings.append((user, int(rng.choice([1, 2, 7])), int(rng.integers(1, 6)), int(rng.integers(9e8, 10e8))))
+    rng.shuffle(ratings)
+    (folder / "ratings.dat").write_text("".join("::".join(map(str, r)) + "\n" for r in ratings), encoding="latin-1")
+    (folder / "users.dat").write_text(
+        "".join(f"{u}::{'FM'[u % 2]}::{25 + u % 2}::{u % 5}::0{u}55-1\n" for u in range(1, 21)), encoding="latin-1"
+    )
+    (folder / "movies.dat").write_text("".join(f"{i}::{t}::{g}\n" for i, (t, g) in MOVIES.items()), encoding="latin-1")
+    return folder, ratings
+
+
+def test_convert_original_files(original, tmp_path):
+    folder, ratings = original
+    out = tmp_path / "out"
+    gemrec("convert", "movielens", folder, "--out", out, "--max-history", 8)
+    rows = [r for split in ("train", "valid", "test") for r in pq.read_table(out / f"{split}.parquet").to_pylist()]
+    by_user = {u: sorted([r for r in ratings if r[0] == u], key=lambda r: r[3]) for u in range(1, 21)}
+    assert len(rows) == sum(max(0, len(v) - 5) for v in by_user.values())
+    assert [r["timestamp"] for r in rows] == sorted(r["timestamp"] for r in rows)
+    genres = {name: i + 1 for i, name in enumerate(["Animation", "Children's", "Drama", "Sci-Fi"])}
+    for r in rows:
+        earlier = [x for x in by_user[r["user_id"]] if x[3] < r["timestamp"]][-8:]
+        assert r["hist_item_ids"] == [x[1] for x in earlier]
+        assert r["hist_ratings"] == [x[2] for x in earlier]
+        assert r["hist_timestamps"] == [x[3] for x in earlier]
+        assert r["label"] == int(r["rating"] >= 4)
+        assert r["genre_ids"] == [genres[g] for g in MOVIES[r["item_id"]][1].split("|")]
+        assert r["gender"] == r["user_id"] % 2
+        assert r["zip"] == f"0{r['user_id']}55-1"
+    for split in ("train", "eval", "test"):
+        for batch in source_of(out / "config.toml", split):
+            batch.validate()
+    load_config(out / "config.toml")
+
+
+def test_convert_again_gives_the_same_bytes(original, tmp_path):
+    for name in ("a", "b"):
+        gemrec("convert", "movielens", original[0], "--out", tmp_path / name)
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+
+
+def test_convert_damaged_ratings(original, tmp_path):
+    with open(original[0] / "ratings.dat", "a") as file:
+        file.write("1::2::five::3\n")
+    with pytest.raises(DataError, match=r"cannot be read.*five"):
+        movielens.convert(original[0], tmp_path / "out")
+
+
+def test_convert_unknown_form_and_folder(tmp_path):
+    with pytest.raises(ConfigError, match="no converter for 'netflix'"):
+        gemrec("convert", "netflix", tmp_path, "--out", tmp_path / "out")
+    with pytest.raises(DataError, match="no MovieLens data"):
+        gemrec("convert", "movielens", tmp_path, "--out", tmp_path / "out")
+
+
+@pytest.mark.data
+def test_convert_sequences(tmp_path):
+    """Against the sequences: next items, prefixes, unseen negatives, positions; twice the same bytes."""
+    for name in ("a", "b"):
+        movielens.convert(data("ml-1m"), tmp_path / name)
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+    users = {
+        r["user_id"]: r["item_ids"]
+        for r in pq.read_table(data("ml-1m") / "ml1m_sequences.parquet", columns=["user_id", "item_ids"]).to_pylist()
+    }
+    for split, limit in (("train", None), ("valid", 2), ("test", 1)):
+        table = pq.read_table(tmp_path / "a" / f"{split}.parquet")
+        assert table.num_rows == (120_800 if split == "train" else 12_080)
+        for r in table.slice(0, 400).to_pylist() + table.slice(table.num_rows - 400).to_pylist():
+            items = users[r["user_id"]]
+            assert r["hist_item_ids"] == items[: r["position"]]
+            assert r["position"] == len(items) - limit if limit else 5 <= r["position"] < len(items) - 2
+            assert (r["item_id"] == items[r["position"]]) if r["label"] else (r["item_id"] not in items)
+    train = pq.read_table(tmp_path / "a" / "train.parquet", columns=["user_id", "position"]).to_pylist()
+    assert len({(r["user_id"], r["position"]) for r in train}) == 60_400, "positions of a user are different ones"
+    source = source_of(tmp_path / "a" / "config.toml", "test", batch_size=4096)
+    assert sum(len(b.validate()) for b in source) == 12_080
+
+
+@pytest.mark.data
+def test_convert_ctr_forms(tmp_path):
+    movielens.convert(data("ml-1m-ctr"), tmp_path / "ctr")
+    before, after = (pq.read_table(p / "valid.parquet") for p in (data("ml-1m-ctr"), tmp_path / "ctr"))
+    assert [h[1:] for h in before["hist_item_ids"].to_pylist()] == after["hist_item_ids"].to_pylist()
+    assert before.drop_columns("hist_item_ids").to_pydict() == after.drop_columns("hist_item_ids").to_pydict()
+    movielens.convert(data("ml-1m-popneg"), tmp_path / "popneg")
+    before, after = (pq.read_table(p / "valid.parquet") for p in (data("ml-1m-popneg"), tmp_path / "popneg"))
+    assert before["hist_item_ids"].to_pylist() == after["hist_item_ids"].to_pylist()
+    assert [int(g == "M") for g in before["gender"].to_pylist()] == after["gender"].to_pylist()
+    for name in ("ctr", "popneg"):
+        source = source_of(tmp_path / name / "config.toml", "eval", batch_size=4096)
+        assert sum(len(b.validate()) for b in source) == source.rows
+
+
+@pytest.mark.data
+def test_original_movies_and_users_are_latin_1():
+    movies = movielens._movies(data("ml-1m") / "movies.dat")
+    assert movies.num_rows == 3883
+    assert "City of Lost Children, The (1995)" in movies["title"].to_pylist()
+    assert any("é" in t for t in movies["title"].to_pylist())
+    assert movielens._users(data("ml-1m") / "users.dat").num_rows == 6040
+
+
+@pytest.mark.data
+def test_reader_on_the_distributed_files():
+    """Every history of the CTR form as pyarrow gives it, pad dropped, newest 20 kept."""
+    folder = data("ml-1m-ctr")
+    features = Features.model_validate(
+        {
+            "tables": {"item": {"rows": 4000}},
+            "sparse": {"item_id": {"table": "item"}},
+            "sequences": {"h": {"fields": {"item": {"column": "hist_item_ids", "table": "item"}}, "drop_first": 1, "max_length": 20}},
+            "labels": {"ctr": {"column": "label"}},
+        }
+    )
+    want = [h[1:][-20:] for h in pq.read_table(folder / "test.parquet", columns=["hist_item_ids"])["hist_item_ids"].to_pylist()]
+    got = [
+        h.tolist()
+        for b in ParquetSource(folder / "test.parquet", features, batch_size=512)
+        for h in b.sequences["h"].jagged("item").to_list()
+    ]
+    assert got == want

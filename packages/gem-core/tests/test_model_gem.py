@@ -147,7 +147,7 @@ def test_next_event_loss_is_there_in_training_and_sees_no_future():
     assert model.eval()(batch).aux_losses == {}
     aux = model.train()(batch).aux_losses
     assert list(aux) == ["next_event.history"]
-    assert float(aux["next_event.history"]) > 0
+    assert aux["next_event.history"].item() > 0
     seen = {}
     model.next_event["history"].register_forward_hook(lambda _m, inputs, _o: seen.update(states=inputs[0]))
     model.eval().next_event.train()

@@ -91,7 +91,7 @@ def test_explicit_choice_is_refused_with_the_reason() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(PluginError, match=r"gdpa/acme.*there are.*gdpa/reference"):
         call(backend="acme")
-    with pytest.raises(PluginError, match="no op has an implementation called 'acme'"), ops.use_policy("acme"):
+    with pytest.raises(PluginError, match=r"no op with an implementation called 'acme'; there are: .*reference"), ops.use_policy("acme"):
         pass
     with pytest.raises(PluginError, match="there is no op called 'gpda'") as refusal, ops.use_policy(ops={"gpda": "reference"}):
         pass
@@ -143,6 +143,25 @@ def test_backward_keeps_the_choice_of_its_forward() -> None:
         with ops.use_policy(ops={"gdpa": "reference"}):
             out.sum().backward()
     assert calls == ["backward"]
+
+
+def test_the_gradient_of_a_move_follows_its_forward_or_the_policy() -> None:
+    calls: list[str] = []
+    moves = {s.op: s for s in ops.builtin_specs()}
+
+    def counting(op: str, name: str) -> KernelSpec:
+        def forward(problem: Problem, *tensors: Any, **sizes: Any) -> Any:
+            calls.append(f"{op}/{name}")
+            return moves[op].forward(problem, *tensors, **sizes)
+
+        return dataclasses.replace(moves[op], name=name, forward=forward, priority=-1)
+
+    values, offsets = torch.ones(2, 3, requires_grad=True), lengths_to_offsets(torch.tensor([1, 2]))
+    with dispatch.offering(*(counting(op, name) for op in ("jagged_expand", "jagged_sum") for name in ("mine", "theirs"))):
+        ops.jagged_expand(values, offsets, backend="mine").sum().backward()
+        with ops.use_policy("mine", {"jagged_sum": "theirs"}):
+            ops.jagged_expand(values, offsets).sum().backward()
+    assert calls == ["jagged_expand/mine", "jagged_sum/mine", "jagged_expand/mine", "jagged_sum/theirs"]
 
 
 def test_available_and_explain() -> None:

@@ -92,11 +92,8 @@ def _check_policy(chosen: Policy) -> None:
     if chosen.default != AUTO:
         names = sorted({s.name for op in known for s in kernel_specs(op)})
         if chosen.default not in names:
-            raise PluginError(
-                f"no op has an implementation called {chosen.default!r}; there are: {', '.join(names)}",
-                where="kernels.default",
-                fix="choose one of these or auto, or install the package that offers it; `gemrec plugins --ops` shows the table",
-            )
+            what = f"op with an implementation called {chosen.default!r}"
+            raise plugins.manager().missing(what, chosen.default, names, "kernels.default")
 
 
 def kernel_specs(op: str) -> list[KernelSpec]:

@@ -263,9 +263,9 @@ def _from_padded(padded: Tensor, offsets: Tensor, rows: int, spec: str) -> Tenso
 
 
 def _plain_spec(spec: str, op: str) -> str:
-    """``spec`` of one op for the op that is its gradient: same implementation, no options."""
-    backend = spec.split("|")[-1]
-    if backend not in (dispatch.AUTO, "") and not backend.startswith("~"):
+    """``spec`` of one op for the op that is its gradient: the same implementation, if ``op`` has it and the policy names no other."""
+    backend = dispatch.policy().ops.get(op) or spec.split("|")[-1]
+    if backend != dispatch.AUTO and op not in dispatch.policy().ops and not backend.startswith("~"):
         backend = f"~{backend}"
     return library.encode([("fill", 0.0)] if op == "jagged_to_padded" else [], (), False, backend)
 

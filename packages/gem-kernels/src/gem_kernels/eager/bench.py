@@ -117,19 +117,23 @@ def check(name: str, ours: Run, reference: Run, leaves: list[Tensor]) -> None:
         torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()), msg=lambda m: f"{name}: {m}")
 
 
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="python -m gem_kernels.eager.bench", description=__doc__)
+    options.add_argument("--batch", type=int, default=512)
+    options.add_argument("--heads", type=int, default=4)
+    options.add_argument("--width", type=int, default=32)
+    options.add_argument("--mean", type=float, default=50.0)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    options.add_argument("--rows", default="", help="only rows whose name contains this")
+    options.add_argument("--no-reference", action="store_true", help="do not time the reference (the check still runs it)")
+    options.add_argument("--json", type=Path)
+    return options
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m gem_kernels.eager.bench", description=__doc__)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--mean", type=float, default=50.0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--no-reference", action="store_true", help="do not time the reference (the check still runs it)")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     torch.set_num_threads(args.threads)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     results: dict[str, Any] = {}

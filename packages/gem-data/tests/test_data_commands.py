@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from gem_core.cli.groups import CommandGroups
-from gem_core.config import load_config
 from gem_core.config.features import Features
+from gem_core.config.load import load_config, source_config
 from gem_core.errors import ConfigError, DataError
 from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource
 from gem_core.testing.sources import ids_of
@@ -345,3 +345,20 @@ def test_reader_on_the_distributed_files():
         for h in b.sequences["h"].jagged("item").to_list()
     ]
     assert got == want
+
+
+# --- example configurations -----------------------------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples" / "configs"
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("ml-1m-popneg-gem", "ml-1m-popneg"), ("ml-1m-popneg-din", "ml-1m-popneg"), ("movielens-ctr", "ml-1m-ctr")],
+)
+def test_example_configurations_read_the_public_data(name, folder):
+    config = load_config(EXAMPLES / f"{name}.toml", [f"data.parquet.root={data(folder)}"])
+    for split in ("train", "eval", "test"):
+        source = SPEC.build(source_config(config), config.features, split=split, batch_size=4096)
+        assert sum(len(b.validate()) for b in source) == source.rows

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +151,14 @@ def test_rows_of_unknown_rotation_are_fine_past_the_end() -> None:
     rows = ints(0, 1, 2, 77, -5)
     out = ops.block_attention(Q, K, K, ints(0, 3), rotary=(ANGLES, ANGLES), rotary_rows=rows)
     assert out.isfinite().all()
+
+
+def test_tensors_stay_free_of_what_is_remembered_of_them() -> None:
+    offsets = O.clone()
+    ops.gdpa(Q, K, K, offsets, causal=True)
+    assert not offsets.__dict__
+    assert torch.equal(pickle.loads(pickle.dumps(offsets)), offsets)
+    alive = weakref.ref(offsets)
+    del offsets
+    gc.collect()
+    assert alive() is None

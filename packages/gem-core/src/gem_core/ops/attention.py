@@ -22,6 +22,7 @@ from gem_core.ops.contract import OpPrecision
 from gem_core.ops.contracts import GDPA, JAGGED_ATTENTION
 from gem_core.ops.frontend import autocast, bound, check_window, finish, host_values
 from gem_core.ops.library import Named, OpDefinition, Sizes, Spec
+from gem_core.ops.remember import remembered
 
 Call = tuple[str, tuple[Tensor | None, ...], tuple[int, ...], str]
 """Op, tensors, sizes, spec: the arguments of the custom op."""
@@ -278,7 +279,7 @@ def _check(op: str, named: Named, sizes: Sizes, spec: Spec) -> None:
     names = ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index", "bias_time_edges")
     tensors = [named[n] for n in names]
     rows = named["q"].shape[0], named["k"].shape[0]
-    checks.once(tensors, (rows, *sizes.values()), lambda: _check_values(op, named, sizes, rows))
+    remembered(tensors, (rows, *sizes.values()), lambda: _check_values(op, named, sizes, rows))
 
 
 def _check_values(op: str, named: Named, sizes: Sizes, rows: tuple[int, int]) -> None:

@@ -19,6 +19,7 @@ from gem_core.ops.contract import OpPrecision, Problem
 from gem_core.ops.contracts import BLOCK_ATTENTION
 from gem_core.ops.frontend import autocast, finish, host_values
 from gem_core.ops.library import Named, OpDefinition, Sizes, Spec
+from gem_core.ops.remember import remembered
 
 OP = "block_attention"
 
@@ -180,7 +181,7 @@ def _check(named: Named, sizes: Sizes, spec: Spec) -> None:
                 lambda: (f"rotary_rows holds a value outside [0, {table})", "rotary_rows", "values are rows of cos and sin"),
             )
 
-    checks.once((offsets, rows), (n, table), values)
+    remembered((offsets, rows), (n, table), values)
 
 
 def _flops(named: Named, sizes: Sizes, spec: Spec, needs: Sequence[bool] | None) -> int:

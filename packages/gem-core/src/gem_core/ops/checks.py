@@ -1,14 +1,12 @@
 """Argument checks: shapes and dtypes in the public functions, values where the op runs.
 
 Values on the CPU raise OpError; on CUDA they become device-side asserts, so that nothing waits for the device. A set of tensors whose
-values were found good is not looked at again until one of them is written to (never so while a CUDA graph is captured: the asserts must be
-in the graph, whose inputs will change).
+values were found good is not looked at again until one of them is written to (`remember.remembered`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -96,27 +94,3 @@ class Values:
                 ),
             )
         return lengths
-
-
-def once(tensors: Sequence[Tensor | None], key: object, check: Callable[[], None]) -> None:
-    """Run ``check`` unless it ran for the same tensors, unwritten since, and an equal ``key``."""
-    given = [t for t in tensors if t is not None]
-    anchor = given[0]
-    if anchor.is_cuda and torch.cuda.is_current_stream_capturing():
-        check()
-        return
-    if any(t.is_inference() for t in given):
-        check()
-        return
-    stamp = (key, tuple(t._version for t in given))
-    seen = getattr(anchor, "_gem_checked", None)
-    if seen is None:
-        seen = {}
-        anchor._gem_checked = seen  # type: ignore[attr-defined]
-    hit = seen.get(stamp)
-    if hit is not None and len(hit) == len(given) - 1 and all(r() is t for r, t in zip(hit, given[1:])):
-        return
-    check()
-    if len(seen) > 16:
-        seen.clear()
-    seen[stamp] = tuple(weakref.ref(t) for t in given[1:])

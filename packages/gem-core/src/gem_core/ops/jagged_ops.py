@@ -27,6 +27,7 @@ from gem_core.ops.contracts import (
     PADDED_TO_JAGGED,
 )
 from gem_core.ops.frontend import finish
+from gem_core.ops.remember import remembered
 
 Part = tuple[Tensor, Tensor]
 
@@ -203,7 +204,7 @@ def _run(problem: Problem, spec: str, *tensors: Tensor, **sizes: Any) -> Any:
 
 def _check_offsets(op: str, offsets: Tensor, rows: int, bound: int | None = None, bound_name: str = "") -> None:
     check = checks.Values(op, offsets.device)
-    checks.once((offsets,), (op, rows, bound), lambda: check.offsets("offsets", offsets, rows, bound, bound_name))
+    remembered((offsets,), (op, rows, bound), lambda: check.offsets("offsets", offsets, rows, bound, bound_name))
 
 
 def _concat(values: list[Tensor], offsets: list[Tensor], spec: str) -> Tensor:
@@ -239,7 +240,7 @@ def _check_split_part(index: int, offsets: Tensor, rows: int) -> None:
         )
         check.expect(offsets[-1] <= rows, lambda: (f"part {index} has {int(offsets[-1])} rows, more than {rows}", "first_rows", None))
 
-    checks.once((offsets,), ("jagged_split", rows), values)
+    remembered((offsets,), ("jagged_split", rows), values)
 
 
 def _pool(op: str, values: Tensor, offsets: Tensor, spec: str) -> Tensor:

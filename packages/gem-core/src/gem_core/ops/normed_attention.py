@@ -19,6 +19,7 @@ from gem_core.ops.contracts import NORM_GDPA
 from gem_core.ops.frontend import autocast, bound, finish
 from gem_core.ops.library import Named, OpDefinition, Sizes, Spec
 from gem_core.ops.norms import Norm
+from gem_core.ops.remember import remembered
 
 OP = "norm_gdpa"
 
@@ -138,7 +139,7 @@ def _check(named: Named, sizes: Sizes, spec: Spec) -> None:
         for side, n, size in zip("qk", rows, sizes.values()):
             check.offsets(f"{side}_offsets", named[f"{side}_offsets"], n, None if size < 0 else size, f"max_{side}_len")
 
-    checks.once((named["q_offsets"], named["k_offsets"]), (OP, rows, *sizes.values()), values)
+    remembered((named["q_offsets"], named["k_offsets"]), (OP, rows, *sizes.values()), values)
 
 
 def _fake(named: Named, sizes: Sizes, spec: Spec) -> list[Tensor]:

@@ -14,9 +14,10 @@ from torch import Tensor
 from gem_core.ops.block import rotate
 from gem_core.ops.contract import YES, Problem, Supported, no
 from gem_core.ops.contracts import BLOCK_ATTENTION, GDPA
+from gem_core.ops.remember import remembered
 from gem_kernels.eager import engine
 from gem_kernels.eager.engine import Bias, Score
-from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, cached, host_lengths, make_plan
+from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, host_lengths, make_plan
 
 Saved = tuple[Tensor | None, ...]
 
@@ -46,7 +47,7 @@ class Call:
         by_shift = t["bias_position"] is not None
         names = ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index")
         rows = self.q.shape[0], self.k.shape[0]
-        return cached([t[n] for n in names], (shape, masking, by_shift, rows), lambda: self._make(shape, masking, by_shift))
+        return remembered([t[n] for n in names], (shape, masking, by_shift, rows), lambda: self._make(shape, masking, by_shift))
 
     def _make(self, shape: Shape, masking: Masking, by_shift: bool) -> Plan:
         samples = self._samples()
@@ -151,7 +152,7 @@ class BlockCall:
     def plan(self) -> Plan:
         p, rows = self.problem, self.t["q"].shape[0]
         shape, size = Shape(p.dim("H"), p.dim("Hkv")), p.option("block_size")
-        return cached([self.t["offsets"]], ("block", shape, size, rows), lambda: self._make(shape, size, rows))
+        return remembered([self.t["offsets"]], ("block", shape, size, rows), lambda: self._make(shape, size, rows))
 
     def _make(self, shape: Shape, size: int, rows: int) -> Plan:
         begin, lengths = host_lengths(self.t["offsets"])

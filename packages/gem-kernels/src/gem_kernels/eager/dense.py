@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gem_core.ops.contract import Problem
+from gem_core.ops.remember import remembered
 from gem_kernels.eager import engine
 from gem_kernels.eager.engine import Score
-from gem_kernels.eager.plan import Masking, Samples, Shape, cached, host_lengths, make_plan
+from gem_kernels.eager.plan import Masking, Samples, Shape, host_lengths, make_plan
 
 Saved = tuple[Tensor | None, ...]
 
@@ -207,7 +208,7 @@ def _gdpa(problem: Problem, q_offsets: Tensor, k_offsets: Tensor, q: Tensor, k: 
             device=q.device,
         )
 
-    return cached((k_offsets, q_offsets), ("norm_gdpa", shape, q.shape[0], k.shape[0]), build), score
+    return remembered((k_offsets, q_offsets), ("norm_gdpa", shape, q.shape[0], k.shape[0]), build), score
 
 
 def _live(q: Tensor, q_offsets: Tensor) -> Tensor:

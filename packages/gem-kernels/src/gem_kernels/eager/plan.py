@@ -11,15 +11,13 @@ hides most keys of a long sample, a chunk of its rows::
 
 Items of similar (rows, keys) form a *group* that runs as one batched matmul; a small dynamic program chooses the groups so that padding
 plus the overhead of each batch is least. Padded places repeat a valid row of the item, so that they are finite, and are masked out. All
-index tensors are built once for given offsets and kept with them: every layer and the backward pass use them again.
+index tensors are built once for given offsets and remembered: every layer and the backward pass use them again.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -144,26 +142,6 @@ class Plan:
     q_unique: bool
     samples: Samples
     masking: Masking
-
-
-def cached(anchors: Sequence[Tensor | None], key: Any, build: Callable[[], Plan]) -> Plan:
-    """``build()``, kept with the first tensor for as long as all of them live unwritten."""
-    given = [t for t in anchors if t is not None]
-    if any(t.is_inference() for t in given) or (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-        return build()
-    stamp = (key, tuple(t._version for t in given))
-    kept = getattr(given[0], "_gem_eager_plans", None)
-    if kept is None:
-        kept = {}
-        given[0]._gem_eager_plans = kept  # type: ignore[attr-defined]
-    hit = kept.get(stamp)
-    if hit is not None and len(hit[0]) == len(given) - 1 and all(r() is t for r, t in zip(hit[0], given[1:])):
-        return hit[1]
-    plan = build()
-    if len(kept) >= 8:
-        kept.clear()
-    kept[stamp] = (tuple(weakref.ref(t) for t in given[1:]), plan)
-    return plan
 
 
 def host_lengths(offsets: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ about norms, is left alone).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from gem_core.hookspecs import KernelSpec
 from gem_core.ops import attention_reference, block, feedforward, jagged_ops, normed_attention, norms
@@ -77,7 +78,7 @@ __all__ = [
 def builtin_specs() -> list[KernelSpec]:
     """The reference implementation of every op."""
     a, j = attention_reference, jagged_ops
-    offered: dict[str, tuple[Callable, Callable | None]] = {
+    offered: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
         "jagged_attention": (a.jagged_attention_forward, a.jagged_attention_backward),
         "gdpa": (a.gdpa_forward, a.gdpa_backward),
         "block_attention": (block.forward, block.backward),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Inputs:
 
     def __init__(self, problem: Problem, tensors: Saved) -> None:
         self.problem = problem
-        self.t = dict(zip(GDPA.tensors, tensors))
+        self.t: dict[str, Any] = dict(zip(GDPA.tensors, tensors))
         self.dtype = compute_dtype(self.t["q"].dtype)
         self.groups = problem.dim("H") // problem.dim("Hkv")
 

@@ -7,6 +7,7 @@ a sin θ + b cos θ), on q, k and v; gradients are rotated back by −θ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class _Inputs:
     """The tensors of a call and their blocks, in the compute dtype."""
 
     def __init__(self, problem: Problem, tensors: Saved) -> None:
-        self.t = dict(zip(BLOCK_ATTENTION.tensors, tensors))
+        self.t: dict[str, Any] = dict(zip(BLOCK_ATTENTION.tensors, tensors))
         self.dtype = compute_dtype(self.t["q"].dtype)
         self.groups = problem.dim("H") // problem.dim("Hkv")
         self.size, self.scale = problem.option("block_size"), problem.option("scale")

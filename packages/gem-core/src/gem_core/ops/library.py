@@ -23,7 +23,8 @@ from gem_core.ops.contract import NORMED, OpContract, OpPrecision, Problem
 
 NAMESPACE = "gem"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-Named = Mapping[str, Tensor | None]
+Named = Mapping[str, Any]
+"""Tensors, or None where an optional one is absent, by name."""
 Sizes = Mapping[str, int]
 
 

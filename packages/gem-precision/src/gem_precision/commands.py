@@ -19,6 +19,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def register(app: CommandGroups) -> None:
     app.group("precision").command()(explain)
+    app.group("bench").command("precision")(bench)
+    app.group("bench").command("precision-ne")(bench_ne)
 
 
 def explain(config: Config = None, overrides: Set = None, device: Device = "cpu", as_json: Json = False) -> None:
@@ -40,3 +42,38 @@ def explain(config: Config = None, overrides: Set = None, device: Device = "cpu"
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for module, precision, why in rows:
         print(f"{module:<{widths[0]}}  {precision:<{widths[1]}}  {why}")
+
+
+def bench(out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("bench-precision")) -> None:
+    """Time quantise kernels and FP8 linears on this GPU; write the results and the speed table that recipes refuse slow shapes by.
+
+    Example: gemrec bench precision --out results
+    """
+    from gem_precision.bench import gpu
+
+    result = gpu.run(out)
+    for row in (*result["quantise"], *result["linear"]):
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+    print(f"written to {out}")
+
+
+def bench_ne(
+    config: Config = None,
+    overrides: Set = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the runs and ne.json.")] = Path("bench-precision-ne"),
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs with this many seeds.")] = 1,
+) -> None:
+    """Train a configuration in bf16, in mxfp8 and in a naive mxfp8; print the paired 95 % interval of the NE ratios on the held-out rows.
+
+    Example: gemrec bench precision-ne my.toml --seeds 3 --out results
+    """
+    from gem_core.config import load_config
+    from gem_core.train import quickstart_path
+    from gem_precision.bench import ne
+
+    loaded = load_config(quickstart_path() if config is None else config, overrides or ())
+    results = ne.parity(loaded, out, seeds=range(seeds))
+    ne.write(results, out / "ne.json", f"gemrec bench precision-ne {config or ''} --seeds {seeds}")
+    for r in results:
+        ratio, low, high = (100 * (v - 1) for v in (r.ratio, r.low, r.high))
+        print(f"{r.variant:<16} NE ratio - 1 = {ratio:+.4f} %  [{low:+.4f}, {high:+.4f}]  rows {r.rows}")

@@ -1,0 +1,186 @@
+"""Quantise kernels against the copy rate and ``torch.compile``, and FP8 linears against bf16. Needs a CUDA device.
+
+Every variant is checked before it is timed. Times are medians of CUDA-graph replays, the variants interleaved, with an eager column.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core import ops
+from gem_core.errors import DeviceError, NumericsError
+from gem_precision.formats import quantize_mx
+from gem_precision.kernels.quantize import TILES, quantize_matrix
+from gem_precision.linear import LowPrecisionLinear, convert_linear
+from gem_precision.policy import LinearPolicy, Operand, fp8_linear, mx_linear
+from gem_precision.site import Site
+
+ROWS = 262_144
+FLOORS = {"y": 26.0, "dx": 25.0, "dw": 24.0}
+
+
+def require_cuda() -> str:
+    """Name of the device.
+
+    :raises DeviceError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("this benchmark needs a CUDA device", where="gemrec bench precision", fix="run it on a GPU machine")
+    return torch.cuda.get_device_name()
+
+
+def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int = 15) -> dict[str, dict[str, float]]:
+    """{variant: {"graph_ms", "eager_ms"}}: medians over rounds in which every variant runs once."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    side = torch.cuda.Stream()
+    for name, run in variants.items():
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            run()
+    times: dict[str, dict[str, list[float]]] = {name: {"graph_ms": [], "eager_ms": []} for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            times[name]["graph_ms"].append(_once(graphs[name].replay))
+            times[name]["eager_ms"].append(_once(run))
+    return {name: {kind: statistics.median(values) for kind, values in t.items()} for name, t in times.items()}
+
+
+def _once(run: Callable[[], Any]) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def quantise_rates(columns: int = 1024, tiles: Mapping[str, list[dict[str, Any]]] | None = None) -> list[dict[str, Any]]:
+    """MX 1x32 of ``[262144, columns]`` bf16 in one direction and in both, against a device copy and ``torch.compile`` of the codec.
+
+    ``share``: bytes that must move / time, over the copy rate of the same run.
+    """
+    require_cuda()
+    x = torch.randn(ROWS, columns, device="cuda", dtype=torch.bfloat16)
+    operand = Operand()
+    compiled = torch.compile(lambda t: (lambda q: (q.data, q.scales))(quantize_mx(t)))
+    wanted = quantize_mx(x[:4096])
+    for found in (quantize_matrix(x, operand).rows, quantize_matrix(x, operand, operand).rows):
+        assert found is not None
+        if not torch.equal(found.data[:4096].view(torch.uint8), wanted.data.view(torch.uint8)):
+            raise NumericsError("the kernel differs from the codec", where="quantize_matrix")
+    target = torch.empty_like(x)
+    variants: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(x),
+        "torch.compile": lambda: compiled(x),
+    }
+    tiles = tiles or {"mx": [TILES["mx"]], "mx_both": [TILES["mx_both"]]}
+    for tile in tiles["mx"]:
+        variants[f"one direction {tile}"] = lambda tile=tile: quantize_matrix(x, operand, tile=tile)
+    for tile in tiles["mx_both"]:
+        variants[f"both {tile}"] = lambda tile=tile: quantize_matrix(x, operand, operand, tile=tile)
+    size = x.numel()
+    moved = {"copy": 4 * size, "torch.compile": size * (2 + 33 / 32), "one": size * (2 + 33 / 32), "both": size * (2 + 66 / 32)}
+    times = interleaved(variants)
+    copy_rate = moved["copy"] / times["copy"]["graph_ms"]
+    rows = []
+    for name, t in times.items():
+        rate = moved[name if name in moved else name.split()[0]] / t["graph_ms"]
+        rows.append({"variant": name, **t, "gb_per_s": rate / 1e6, "share": rate / copy_rate})
+    return rows
+
+
+def linear_speed(width: int, policies: Mapping[str, LinearPolicy] | None = None, rows: int = ROWS) -> list[dict[str, Any]]:
+    """Forward and backward of a ``width -> width`` linear, quantising included, against bf16; plain, behind a norm, behind GELU.
+
+    :raises NumericsError: an output or gradient below the SQNR floors; nothing is timed then.
+    """
+    require_cuda()
+    policies = policies or {"fp8-block": fp8_linear("block"), "fp8-rowwise": fp8_linear("rowwise", wgrad=False)}
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    plain = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+    befores: dict[str, Callable[[nn.Module], Callable[[], Tensor]]] = {
+        "plain": lambda net: lambda: net(x),
+        "norm": lambda net: (lambda: net.after_norm(x, "rms", 1e-6)) if isinstance(net, LowPrecisionLinear) else (lambda: net(ops.norm(x))),
+        "gelu": lambda net: (
+            (lambda: net.after_activation(x, "gelu")) if isinstance(net, LowPrecisionLinear) else (lambda: net(nn.functional.gelu(x)))
+        ),
+    }
+    nets: dict[str, nn.Module] = {"bf16": plain}
+    for name, policy in policies.items():
+        linear = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+        linear.weight.data.copy_(plain.weight.data)
+        nets[name] = convert_linear(linear, Site(name, "linear", [(name, policy)]))
+    rows_out = []
+    for step, build in befores.items():
+        variants: dict[str, Callable[[], Any]] = {}
+        results: dict[str, tuple[Tensor, ...]] = {}
+        for name, net in nets.items():
+            forward = build(net)
+
+            def both(forward=forward, net=net) -> tuple[Tensor, ...]:
+                y = forward()
+                return (y, *torch.autograd.grad(y, (x, net.weight), g))
+
+            variants[name], results[name] = both, both()
+        for name in policies:
+            _check(results["bf16"], results[name], f"{name} {step} {width}")
+        del results
+        times = interleaved(variants)
+        for name, t in times.items():
+            ratio = times["bf16"]["graph_ms"] / t["graph_ms"]
+            rows_out.append({"recipe": name, "before": step, "k": width, "n": width, **t, "ratio": ratio})
+    return rows_out
+
+
+def _check(reference: tuple[Tensor, ...], found: tuple[Tensor, ...], where: str) -> None:
+    for name, a, b in zip(FLOORS, reference, found):
+        a, b = a[:8192].double(), b[:8192].double()
+        sqnr = float(10 * torch.log10(a.square().sum() / (a - b).square().sum()))
+        if not sqnr >= FLOORS[name]:
+            raise NumericsError(f"{name} has {sqnr:.1f} dB, the floor is {FLOORS[name]:.0f}", where=where)
+
+
+def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[str, Any]:
+    """Everything; writes ``precision.json`` and the speed table ``speed-sm_XX.json`` (see `gem_precision.speed`) into ``out``."""
+    device = require_cuda()
+    major, minor = torch.cuda.get_device_capability()
+    policies = {"fp8-block": fp8_linear("block"), "fp8-rowwise": fp8_linear("rowwise", wgrad=False)}
+    if major >= 10:
+        policies["mxfp8"] = mx_linear()
+    shapes = {
+        "mx": ((16, 128, 4), (32, 128, 4), (16, 256, 4), (32, 256, 8), (64, 128, 8)),
+        "mx_both": ((32, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 32, 4)),
+    }
+    candidates = {use: [{"BLOCK_R": r, "BLOCK_C": c, "num_warps": w} for r, c, w in found] for use, found in shapes.items()}
+    speeds = [row for width in widths for row in linear_speed(width, policies)]
+    header = {
+        "device": device,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": ROWS,
+        "command": "gemrec bench precision",
+    }
+    result = header | {"quantise": quantise_rates(tiles=candidates), "linear": speeds}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "precision.json").write_text(json.dumps(result, indent=1) + "\n")
+    family = {"fp8-block": "fp8128", "fp8-rowwise": "fp80", "mxfp8": "mx32"}
+    rules = [
+        {"family": family[r["recipe"]], "k": r["k"], "n": r["n"], "ratio": round(r["ratio"], 3)}
+        for r in speeds
+        if r["recipe"] in family and r["before"] == "plain"
+    ]
+    (out / f"speed-sm_{major}{minor}.json").write_text(json.dumps(header | {"rules": rules}, indent=1) + "\n")
+    return result

@@ -1,0 +1,76 @@
+"""Parity statistics, one small parity run end to end, and the refusals of the GPU benchmark."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from gem_core.config import load_config
+from gem_core.errors import DeviceError, NumericsError
+from gem_core.train import quickstart_path
+from gem_precision.bench import gpu, ne
+from gem_precision.policy import fp8_linear, mx_linear
+from gem_precision.speed import pays
+
+
+def test_interval_covers_the_truth():
+    """1000 experiments of paired rows whose true ratio is 1.003: 95 % intervals cover it in 93.3 to 96.7 % (five sigma)."""
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(1000):
+        b = -torch.rand(2000, generator=generator).log()
+        a = b * 1.003 + 0.05 * torch.randn(2000, generator=generator)
+        ratio, error = ne.ratio_interval(a, b)
+        covered += abs(ratio - 1.003) <= 1.96 * error
+    assert 915 <= covered <= 985
+
+
+def test_parity_run(tmp_path):
+    """A few steps of the quick start; the recipes start from the same parameters and see the same batches."""
+    config = load_config(
+        quickstart_path(),
+        {"train.steps": 12, "data.batch_size": 64, "eval.max_batches": 4, "data.eval_batch_size": 64, "train.tensorboard": False},
+    )
+    results = ne.parity(config, tmp_path / "runs")
+    assert [r.variant for r in results] == ["mxfp8", "naive mxfp8"]
+    for r in results:
+        assert r.low < r.ratio < r.high
+        assert 0.97 < r.ratio < 1.03
+        assert r.rows == 256
+    ne.write(results, tmp_path / "ne.json", "test")
+    stored = json.loads((tmp_path / "ne.json").read_text())
+    assert stored["results"][0]["ratio"] == results[0].ratio
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_benchmark_refuses_without_a_gpu(tmp_path):
+    with pytest.raises(DeviceError, match="CUDA"):
+        gpu.run(tmp_path)
+
+
+def test_benchmark_refuses_a_wrong_result():
+    x = torch.randn(64, 64)
+    with pytest.raises(NumericsError, match="dB"):
+        gpu._check((x, x, x), (x, x, torch.randn(64, 64)), "here")
+
+
+def test_emulation_is_never_refused_as_slow():
+    assert pays(fp8_linear("block"), 64, 64, torch.device("cpu"))
+    assert pays(mx_linear(), 64, 64, torch.device("cpu"))
+
+
+def test_measured_slow_shapes_are_refused(monkeypatch):
+    """With the measurement in the reason; a wider shape than any measured one follows the widest below it."""
+    rules = [{"family": "fp8128", "k": 1024, "n": 1024, "ratio": 0.91}, {"family": "fp8128", "k": 2048, "n": 2048, "ratio": 1.12}]
+    monkeypatch.setattr("gem_precision.speed.table", lambda arch: {"rules": rules})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    cuda = torch.device("cuda")
+    refused = pays(fp8_linear("block"), 1024, 1536, cuda)
+    assert not refused
+    assert "0.91 x bf16" in refused.reason
+    assert pays(fp8_linear("block"), 4096, 2048, cuda)
+    narrow = pays(fp8_linear("block"), 512, 4096, cuda)
+    assert "narrower" in narrow.reason
+    assert pays(mx_linear(), 64, 64, cuda)

@@ -75,6 +75,7 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path):
     for key in ("loss", "lr", "samples", "samples_per_s", "tokens_per_s", "data_wait", "forward_s", "backward_s", "optimizer_s"):
         assert all(isinstance(r[key], int | float) for r in records), key
     assert records[0]["mfu"] is None
+    assert [r["step"] for r in records if r["checkpoint_s"] > 0] == [30, 60, 80]  # steps 25, 50 and 75 were saved
     assert records[-1]["loss"] < 0.9 * records[0]["loss"]
     evals = lines(run / "eval.jsonl")
     assert [e["step"] for e in evals] == [40, 80]

@@ -102,7 +102,7 @@ class Trainer:
         self.position: dict[str, Any] | None = None
         self.window = {"loss": 0.0, "weight": 0.0, "grad_norm": 0.0}
         self.skipped = self.skipped_in_a_row = self.saved_batches = 0
-        self.wall_before = 0.0
+        self.wall_before = self.saving_s = 0.0
         self.guard_values: Mapping[str, Any] = {}
         self.callbacks = self._build_callbacks()
         seed = self.config.run.seed + 7919 * rt.rank
@@ -266,10 +266,12 @@ class Trainer:
             "grad_norm": self.window["grad_norm"],
             "skipped": self.skipped,
             **self.meter.window(self.runtime.world),
+            "checkpoint_s": self.saving_s,
             "time": self._wall(),
             **{key: float(value) for key, value in self.guard_values.items()},
         }
         self.window = dict.fromkeys(self.window, 0.0)
+        self.saving_s = 0.0
         return record
 
     # Evaluation, checkpoints, the end
@@ -311,7 +313,9 @@ class Trainer:
         tensors = {"model": parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": parts.table_state()}
         path = rt.on_main(lambda: self.folder.checkpoints.save(self.info.step, meta=meta, parts=tensors, shared=shared, ranks=ranks))
         self.saved_at = self.info.step
-        self._each("on_checkpoint", path, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.saving_s += seconds
+        self._each("on_checkpoint", path, seconds)
         self.meter.mark(None)
 
     def _restore(self) -> None:

@@ -59,7 +59,7 @@ def _load_angles(cos, sin, rotary_rows, start, position, rows, table_rows, D: tl
     at = tl.where(known, row, 0)[:, None] * (D // 2) + half[None, :]
     mask = ((i < rows) & known)[:, None] & (half < D // 2)[None, :]
     lost = tl.where((i < rows) & (known == 0), float("nan"), 0.0)[:, None]
-    return tl.load(cos + at, mask=mask, other=0.0) + lost, tl.load(sin + at, mask=mask, other=0.0) + lost
+    return tl.load(cos + at, mask=mask, other=0.0).to(tl.float32) + lost, tl.load(sin + at, mask=mask, other=0.0).to(tl.float32) + lost
 
 
 @triton.jit
@@ -112,7 +112,8 @@ def block_fwd_kernel(
     batch, total_rows, table_rows, scale,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
     stride_vn: tl.constexpr, stride_vh: tl.constexpr, stride_on: tl.constexpr, stride_oh: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, BLOCK: tl.constexpr,
     ROTARY: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out of HEADS key/value heads (GROUP query heads each) of one slot."""
@@ -123,9 +124,9 @@ def block_fwd_kernel(
     sample, start, rows, position = locate(offsets, slot, batch, total_rows, BLOCK)
     if rows > 0:
         if sample == batch:
-            zero = tl.zeros([BLOCK, DP], tl.float32)
+            zero = tl.zeros([BLOCK, DVP], tl.float32)
             for h in range(HEADS * GROUP):
-                _store_tile(out + start * stride_on + (first_head * GROUP + h) * stride_oh, zero, rows, stride_on, BLOCK, D, DP)
+                _store_tile(out + start * stride_on + (first_head * GROUP + h) * stride_oh, zero, rows, stride_on, BLOCK, DV, DVP)
         else:
             c = 0.0
             s = 0.0
@@ -134,13 +135,13 @@ def block_fwd_kernel(
             for i in tl.range(HEADS, num_stages=STAGES):
                 hk = first_head + i
                 k_tile = _load_tile(k + start * stride_kn + hk * stride_kh, rows, stride_kn, c, s, BLOCK, D, DP, ROTARY)
-                v_tile = _load_tile(v + start * stride_vn + hk * stride_vh, rows, stride_vn, c, s, BLOCK, D, DP, ROTARY)
+                v_tile = _load_tile(v + start * stride_vn + hk * stride_vh, rows, stride_vn, c, s, BLOCK, DV, DVP, ROTARY)
                 for g in tl.range(GROUP, num_stages=STAGES):
                     h = hk * GROUP + g
                     q_tile = _load_tile(q + start * stride_qn + h * stride_qh, rows, stride_qn, c, s, BLOCK, D, DP, ROTARY)
                     e, r = _probabilities(q_tile, k_tile, rows, scale, BLOCK, PRECISION)
                     o = tl.dot(e.to(v_tile.dtype), v_tile, input_precision=PRECISION) * r[:, None]
-                    _store_tile(out + start * stride_on + h * stride_oh, o, rows, stride_on, BLOCK, D, DP)
+                    _store_tile(out + start * stride_on + h * stride_oh, o, rows, stride_on, BLOCK, DV, DVP)
 
 
 @triton.jit(do_not_specialize=["batch", "total_rows", "table_rows"])
@@ -149,7 +150,8 @@ def block_bwd_kernel(
     batch, total_rows, table_rows, scale,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
     stride_vn: tl.constexpr, stride_vh: tl.constexpr, stride_don: tl.constexpr, stride_doh: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, BLOCK: tl.constexpr,
     ROTARY: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv (contiguous) of HEADS key/value heads of one slot. The row term of dS is rowsum(P * dP), so out is not needed."""
@@ -159,16 +161,18 @@ def block_bwd_kernel(
     first_head = pid % GROUPS * HEADS
     stride_dqn: tl.constexpr = KV_HEADS * GROUP * D
     stride_dkn: tl.constexpr = KV_HEADS * D
+    stride_dvn: tl.constexpr = KV_HEADS * DV
     sample, start, rows, position = locate(offsets, slot, batch, total_rows, BLOCK)
     if rows > 0:
         if sample == batch:
             zero = tl.zeros([BLOCK, DP], tl.float32)
+            zero_v = tl.zeros([BLOCK, DVP], tl.float32)
             for i in range(HEADS):
                 hk = first_head + i
                 for g in range(GROUP):
                     _store_tile(dq + start * stride_dqn + (hk * GROUP + g) * D, zero, rows, stride_dqn, BLOCK, D, DP)
                 _store_tile(dk + start * stride_dkn + hk * D, zero, rows, stride_dkn, BLOCK, D, DP)
-                _store_tile(dv + start * stride_dkn + hk * D, zero, rows, stride_dkn, BLOCK, D, DP)
+                _store_tile(dv + start * stride_dvn + hk * DV, zero_v, rows, stride_dvn, BLOCK, DV, DVP)
         else:
             c = 0.0
             s = 0.0
@@ -177,18 +181,18 @@ def block_bwd_kernel(
             for i in tl.range(HEADS, num_stages=STAGES):
                 hk = first_head + i
                 k_tile = _load_tile(k + start * stride_kn + hk * stride_kh, rows, stride_kn, c, s, BLOCK, D, DP, ROTARY)
-                v_tile = _load_tile(v + start * stride_vn + hk * stride_vh, rows, stride_vn, c, s, BLOCK, D, DP, ROTARY)
+                v_tile = _load_tile(v + start * stride_vn + hk * stride_vh, rows, stride_vn, c, s, BLOCK, DV, DVP, ROTARY)
                 dk_tile = tl.zeros([BLOCK, DP], tl.float32)
-                dv_tile = tl.zeros([BLOCK, DP], tl.float32)
+                dv_tile = tl.zeros([BLOCK, DVP], tl.float32)
                 for g in tl.range(GROUP, num_stages=STAGES):
                     h = hk * GROUP + g
                     q_tile = _load_tile(q + start * stride_qn + h * stride_qh, rows, stride_qn, c, s, BLOCK, D, DP, ROTARY)
-                    do_tile = _load_tile(do + start * stride_don + h * stride_doh, rows, stride_don, c, s, BLOCK, D, DP, False)
+                    do_tile = _load_tile(do + start * stride_don + h * stride_doh, rows, stride_don, c, s, BLOCK, DV, DVP, False)
                     e, r = _probabilities(q_tile, k_tile, rows, scale, BLOCK, PRECISION)
                     p = e * r[:, None]
                     dv_tile = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, dv_tile, input_precision=PRECISION)
                     if GROUP == 1:  # stored at once: its registers are needed for dk
-                        _store_grad(dv + start * stride_dkn + hk * D, dv_tile, rows, stride_dkn, c, s, BLOCK, D, DP, ROTARY)
+                        _store_grad(dv + start * stride_dvn + hk * DV, dv_tile, rows, stride_dvn, c, s, BLOCK, DV, DVP, ROTARY)
                     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                     ds = (p * (dp - tl.sum(p * dp, 1)[:, None])).to(k_tile.dtype)
                     dk_tile = tl.dot(tl.trans(ds), q_tile, dk_tile, input_precision=PRECISION)
@@ -197,5 +201,5 @@ def block_bwd_kernel(
                     dq_tile = tl.dot(ds, k_tile, input_precision=PRECISION) * scale
                     _store_grad(dq + start * stride_dqn + h * D, dq_tile, rows, stride_dqn, c, s, BLOCK, D, DP, ROTARY)
                 if GROUP > 1:
-                    _store_grad(dv + start * stride_dkn + hk * D, dv_tile, rows, stride_dkn, c, s, BLOCK, D, DP, ROTARY)
+                    _store_grad(dv + start * stride_dvn + hk * DV, dv_tile, rows, stride_dvn, c, s, BLOCK, DV, DVP, ROTARY)
                     _store_grad(dk + start * stride_dkn + hk * D, dk_tile * scale, rows, stride_dkn, c, s, BLOCK, D, DP, ROTARY)

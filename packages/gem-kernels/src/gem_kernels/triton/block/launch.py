@@ -22,12 +22,12 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, 
     """See `gem_core.ops.block_attention`; one read of q, k and v, one write of the result, no other memory."""
     saved = (q, k, v, offsets, cos, sin, rotary_rows)
     q, k, v = (_rows_last_contiguous(t) for t in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
 
     def run(config: Config) -> None:
         _launch(kernels.block_fwd_kernel, problem, (q, k, v, out), (q, k, v, out), offsets, cos, sin, rotary_rows, config)
 
-    if q.numel():
+    if out.numel():
         info = device_info(q.device)
         run(choose("block.forward", facts(problem), info, lambda: candidates(problem, info), run))
     return out, saved
@@ -52,7 +52,7 @@ def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
     """What the choice of a tile configuration depends on."""
     return (
         ("block", problem.option("block_size", 64)),
-        ("d", problem.dim("D")),
+        ("d", max(problem.dim("D"), problem.dim("Dv"))),
         ("dtype", str(problem.dtype("q")).removeprefix("torch.")),
         ("group", problem.dim("H") // problem.dim("Hkv")),
         ("kv_heads", problem.dim("Hkv")),
@@ -62,7 +62,7 @@ def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
 
 def candidates(problem: Problem, info: DeviceInfo) -> list[Config]:
     """Best guess first. ``HEADS`` key/value heads a program share its rotary angles; more heads in flight hide the loads' latency."""
-    block, d, kv_heads = problem.option("block_size", 64), problem.dim("D"), problem.dim("Hkv")
+    block, d, kv_heads = problem.option("block_size", 64), max(problem.dim("D"), problem.dim("Dv")), problem.dim("Hkv")
     wide, grouped = problem.dtype("q") == torch.float32, problem.dim("H") > kv_heads
     guess = {"HEADS": 1, "STAGES": 1, "num_warps": 8 if wide or grouped or block * d > 64 * 128 else 4}
     found = [guess]
@@ -80,6 +80,7 @@ def candidates(problem: Problem, info: DeviceInfo) -> list[Config]:
 def _launch(kernel: Any, problem: Problem, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], offsets: Tensor,
             cos: Tensor | None, sin: Tensor | None, rotary_rows: Tensor | None, config: Config) -> None:  # fmt: skip
     n, _, d = tensors[0].shape
+    dv = problem.dim("Dv")
     kv_heads, block, batch = problem.dim("Hkv"), problem.option("block_size", 64), offsets.numel() - 1
     scale = problem.option("scale")
     # fp32 on NVIDIA: three tf32 products (error about 1e-6) run on tensor cores, "ieee" would be scalar code that spills
@@ -89,11 +90,16 @@ def _launch(kernel: Any, problem: Problem, tensors: tuple[Tensor, ...], strided:
     slots = n // block + batch + 1
     launch(
         kernel, (slots * (kv_heads // heads),), tensors[0].device,
-        *tensors, offsets, cos, sin, rotary_rows, batch, n, 0 if cos is None else cos.shape[0], d**-0.5 if scale is None else scale,
+        *tensors, offsets, cos if cos is None else cos.contiguous(), sin if sin is None else sin.contiguous(), rotary_rows,
+        batch, n, 0 if cos is None else cos.shape[0], d**-0.5 if scale is None else scale,
         *(t.stride(i) for t in strided for i in (0, 1)),
-        GROUP=problem.dim("H") // kv_heads, KV_HEADS=kv_heads, HEADS=heads, D=d, DP=max(16, 1 << (d - 1).bit_length()), BLOCK=block,
+        GROUP=problem.dim("H") // kv_heads, KV_HEADS=kv_heads, HEADS=heads, D=d, DP=_padded(d), DV=dv, DVP=_padded(dv), BLOCK=block,
         ROTARY=cos is not None, BY_ROW=rotary_rows is not None, PRECISION=precision, **meta,
     )  # fmt: skip
+
+
+def _padded(d: int) -> int:
+    return max(16, 1 << (d - 1).bit_length())
 
 
 def _rows_last_contiguous(t: Tensor) -> Tensor:

@@ -23,9 +23,7 @@ def supports(problem: Problem) -> Supported:
         return no(f"q, k and v must share one of bf16, fp16, fp32, got {', '.join(sorted(map(str, dtypes)))}")
     if problem.option("block_size", 64) not in (64, 128):
         return no(f"blocks of 64 or 128 rows, got {problem.option('block_size')}")
-    if problem.dim("D") != problem.dim("Dv"):
-        return no("q and v must have the same head dim")
-    elements = problem.dim("D") * problem.option("block_size", 64)
+    elements = max(problem.dim("D"), problem.dim("Dv")) * problem.option("block_size", 64)
     if elements > 64 * 256 or (problem.dtype("q") == torch.float32 and elements > 64 * 128):
         return no("a block of this head dim does not fit in shared memory: up to D 256 (64 rows) or 128 (128 rows), half of it in fp32")
     return YES

@@ -60,7 +60,9 @@ def candidates(problem: Problem, info: DeviceInfo, backward: bool) -> list[Confi
     """Row blocks of 128 where input, accumulators and two stages of both weights' tiles fit in shared memory."""
     width = max(power_of_two(problem.dim("in")), power_of_two(problem.dim("out")))
     hidden = power_of_two(problem.dim("hidden"))
-    if problem.dtype("x") not in HALF:
+    if info.key == "interpreter":
+        shapes = [(64, 32, 4, 1)]
+    elif problem.dtype("x") not in HALF:
         shapes = [(32, 32, 4, 1)]
     elif not info.nvidia or info.key == "sm_80":
         shapes = [(64, 32, 4, 2), (64, 64, 4, 1)] if width <= 128 else [(32, 32, 4, 1)]

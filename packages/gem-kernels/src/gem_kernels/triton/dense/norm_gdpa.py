@@ -42,7 +42,9 @@ def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
 def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
     """Tiles of BLOCK_M query rows by BLOCK_N keys."""
     d = power_of_two(problem.dim("D"))
-    if problem.dtype("q") not in HALF:
+    if info.key == "interpreter":
+        shapes = [(64, 64, 4, 1)]
+    elif problem.dtype("q") not in HALF:
         shapes = [(32, 32, 4, 1)]
     elif not info.nvidia or info.key == "sm_80" or d > 128:
         shapes = [(64, 32, 8, 1), (32, 32, 4, 1)]

@@ -47,7 +47,9 @@ def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
 def candidates(columns: int, reduction: int, dtype: torch.dtype, info: DeviceInfo) -> list[Config]:
     """Tiles of a product with ``columns`` result columns. Wide tiles: the products are bound by what they read from the L2 cache."""
     widest, step = power_of_two(columns), power_of_two(reduction)
-    if dtype not in HALF:
+    if info.key == "interpreter":
+        shapes = [(64, 128, 64, 4, 1)]
+    elif dtype not in HALF:
         shapes = [(64, 64, 32, 4, 2), (128, 64, 32, 8, 2)]
     elif info.key == "sm_80" or not info.nvidia:
         shapes = [(128, 128, 32, 8, 3), (128, 64, 64, 4, 2), (64, 128, 64, 4, 2)]

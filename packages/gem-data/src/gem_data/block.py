@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +50,7 @@ class Bag:
             offsets = self.offsets[start : stop + 1] - a
         else:
             offsets, inner = flat_index(self.offsets, rows)
-        return Bag(offsets, {k: v.take(inner) if isinstance(v, Bag) else _rows(v, inner) for k, v in self.values.items()})
+        return Bag(offsets, _take_all(self.values, inner, int(offsets[-1])))
 
     @staticmethod
     def join(bags: Sequence[Bag]) -> Bag:
@@ -118,22 +120,28 @@ class Block:
         )
 
     def _sparse(self, features: Features) -> SparseGroup:
-        values, lengths, weights = [], [], []
-        for name, spec in features.sparse.items():
-            bag = self.bags.get(f"sparse.{name}")
-            values.append(bag.values["ids"] if bag is not None else self.fixed[f"sparse.{name}"])
-            lengths.append(np.diff(bag.offsets) if bag is not None else np.ones(self.size, dtype=np.int64))
-            if spec.weights is not None:
-                weights.append(bag.values["weights"] if bag is not None else self.fixed[f"sparse.{name}.weights"])
-            else:
-                weights.append(np.ones(len(values[-1]), dtype=np.float32))
-        weighted = any(spec.weights is not None for spec in features.sparse.values())
+        bags = [self.bags.get(f"sparse.{name}") for name in features.sparse]
+        values = [self.fixed[f"sparse.{name}"] if bag is None else bag.values["ids"] for name, bag in zip(features.sparse, bags)]
+        lengths = np.ones((len(bags), self.size), dtype=np.int64)
+        for row, bag in zip(lengths, bags):
+            if bag is not None:
+                np.subtract(bag.offsets[1:], bag.offsets[:-1], out=row)
+        weights = None
+        if any(spec.weights is not None for spec in features.sparse.values()):
+            parts = []
+            for (name, spec), bag, ids in zip(features.sparse.items(), bags, values):
+                if spec.weights is None:
+                    parts.append(np.ones(len(ids), dtype=np.float32))
+                else:
+                    parts.append(self.fixed[f"sparse.{name}.weights"] if bag is None else bag.values["weights"])
+            weights = torch.from_numpy(np.concatenate(parts))
+        ends = itertools.accumulate((len(v) for v in values), initial=0)
         return SparseGroup(
             tuple(features.sparse),
             torch.from_numpy(np.concatenate(values)),
-            torch.from_numpy(np.concatenate(lengths)),
-            torch.from_numpy(np.concatenate(weights)) if weighted else None,
-            (0, *np.cumsum([len(v) for v in values]).tolist()),
+            torch.from_numpy(lengths.reshape(-1)),
+            weights,
+            tuple(ends),
         )
 
     def _sequence(self, name: str, features: Features) -> SequenceGroup:
@@ -141,6 +149,29 @@ class Block:
         values = {k: _tensor(v) for k, v in bag.values.items() if k in spec.fields}
         times = None if spec.timestamps is None else torch.from_numpy(bag.values[TIMES])
         return SequenceGroup(torch.from_numpy(bag.offsets), values, times, spec.max_length)
+
+
+def _take_all(values: dict[str, Array | Bag], rows: Rows, n: int) -> dict[str, Array | Bag]:
+    """``n`` rows of everything. The arrays share one buffer: a few large pages cost far less than many small ones."""
+    plain = {k: v for k, v in values.items() if not isinstance(v, Bag)}
+    places, end = {}, 0
+    for key, v in plain.items():
+        places[key] = end, end + n * v.itemsize * math.prod(v.shape[1:])
+        end = -(-places[key][1] // 64) * 64
+    buffer = np.empty(end, dtype=np.uint8)
+    found: dict[str, Array | Bag] = {}
+    for key, v in values.items():
+        if isinstance(v, Bag):
+            found[key] = v.take(rows)
+            continue
+        start, stop = places[key]
+        out = found[key] = buffer[start:stop].view(v.dtype).reshape(n, *v.shape[1:])
+        if isinstance(rows, slice):
+            out[:] = v[rows]
+        else:
+            # Positions come from offsets and are in range; "raise" would go through a second buffer.
+            v.take(rows, axis=0, out=out, mode="clip")
+    return found
 
 
 def _rows(values: Array, rows: Rows) -> Array:

@@ -33,6 +33,13 @@ def locate(file: DataFile, name: str) -> Located:
 
     :raises DataError: no such column, or two of the name.
     """
+    found: Located | None = file.places.get(name)
+    if found is None:
+        found = file.places[name] = _search(file, name)
+    return found
+
+
+def _search(file: DataFile, name: str) -> Located:
     names = file.schema.names
     if names.count(name) > 1:
         raise DataError(f"{names.count(name)} columns have the name {name!r}", where=file.path, fix="rename all but one")

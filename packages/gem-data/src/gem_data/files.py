@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +25,8 @@ _OPEN_AT_ONCE = 4
 class DataFile:
     """One readable Parquet file as it was when the source was made.
 
-    ``rows``: of each row group; ``leaves``: dotted paths of its leaf columns; ``partition``: from ``key=value`` folders.
+    ``rows``: of each row group; ``leaves``: dotted paths of its leaf columns; ``partition``: from ``key=value`` folders;
+    ``places``: where columns were found (`columns.locate`).
     """
 
     path: str
@@ -36,6 +37,7 @@ class DataFile:
     schema: pa.Schema
     leaves: tuple[str, ...]
     partition: tuple[tuple[str, str], ...] = ()
+    places: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def first_row(self, row_group: int) -> int:
         """Number of the row group's first row within the file."""

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "shared q, keys": (attend(broadcast_q=True, q_offsets=None), "k_offsets is missing"),
     "bias heads": (attend(bias=ops.RelativeBias(torch.zeros(2, 5))), "bias.position has 2 rows for 4 heads"),
     "bias width": (attend(bias=ops.RelativeBias(torch.zeros(4, 4))), "bias.position has 4 columns"),
+    "bias device": (attend(bias=ops.RelativeBias(torch.zeros(4, 5, device="meta"))), "bias.position is on meta, q on cpu"),
     "edges without table": (attend(bias=ops.RelativeBias(torch.zeros(4, 5), **TIMES)), "bias.q_times is given without bias.time"),
     "edge count": (attend(bias=timed(time_edges=ints(1))), "bias.time_edges has 1 values, not 2"),
     "time type": (

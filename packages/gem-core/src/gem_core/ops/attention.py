@@ -222,6 +222,10 @@ def _check_bias(op: str, bias: RelativeBias, q: Tensor, k: Tensor) -> None:
         position.shape[0] == q.shape[1], op, "bias.position", "bias.position has {} rows for {} heads", position.shape[0], q.shape[1]
     )
     checks.require(position.shape[1] % 2 == 1, op, "bias.position", "bias.position has {} columns", position.shape[1], fix="2R+1 is odd")
+    for name in ("position", "time", "time_edges", "q_times", "k_times"):
+        t = getattr(bias, name)
+        if isinstance(t, Tensor):
+            checks.require(t.device == q.device, op, f"bias.{name}", "bias.{} is on {}, q on {}", name, t.device, q.device)
     checks.check_float(op, **{"bias.position": position, "bias.time": bias.time})
     rest = {"time_edges": bias.time_edges, "q_times": bias.q_times, "k_times": bias.k_times}
     if bias.time is None:

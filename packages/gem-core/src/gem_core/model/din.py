@@ -11,12 +11,13 @@ from gem_core import ops
 from gem_core.batch import Batch
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError
+from gem_core.model.base import FlatFeatures, RankingModel
 from gem_core.model.config import DinConfig
-from gem_core.model.contract import ModelOutput, TableSet
-from gem_core.model.embedding import Embedded, EventFields, dense_columns, sample_vector
-from gem_core.model.flops import ModelFlops, din_flops, history_lengths
+from gem_core.model.contract import TableSet
+from gem_core.model.embedding import Embedded, EventFields
+from gem_core.model.flops import ModelFlops, din_flops
 from gem_core.model.rows import Rows
-from gem_core.model.tables import LocalTables, sequence_of, sparse_group, table_set
+from gem_core.model.tables import sequence_of
 
 
 class Dice(nn.Module):
@@ -95,46 +96,26 @@ def _segment_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     return e / ops.jagged_expand(ops.jagged_sum(e, offsets), offsets, rows=x.shape[0])
 
 
-class Din(nn.Module):
-    """DIN over the features' tables, ``forward(batch) -> ModelOutput`` with logits ``[B, T]``.
+class Din(RankingModel):
+    """DIN over the features' tables. Per task, an MLP over all embeddings, vectors, dense columns and the histories' interests.
 
-    Each history must say in ``target`` which of its fields is which feature of the candidate. Per task, an MLP over all embeddings, the
-    interests, vectors and dense columns.
+    Each history must say in ``target`` which of its fields is which feature of the candidate.
 
     :raises ConfigError: no label, or a history without ``target``.
     """
 
     def __init__(self, config: DinConfig, features: Features) -> None:
-        super().__init__()
-        self.config, self.task_names = config, tuple(features.labels)
-        if not features.labels:
-            raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
-        self.table_set = table_set(features, config.embedding_dim)
-        self.tables: nn.Module = LocalTables(self.table_set, sparse=config.sparse_gradients)
+        super().__init__(
+            features, config.embedding_dim, sparse_gradients=config.sparse_gradients, embedding_dropout=config.embedding_dropout
+        )
         self.histories = nn.ModuleDict({name: Interest(name, features, self.table_set, config) for name in features.sequences})
-        self.plain = [f"sparse.{n}" for n in features.sparse]
-        self.vectors, self.dense_names = {n: v.dim for n, v in features.vectors.items()}, tuple(features.dense)
-        width = sum(self.table_set.table(features.table_of(p)).dim for p in self.plain) + len(self.dense_names)
-        width += sum(self.vectors.values()) + sum(h.width for h in self.histories.values())
+        self.flat = FlatFeatures(features, self.table_set)
+        width = self.flat.width + sum(h.width for h in self.histories.values())
         self.heads = nn.ModuleList(_mlp(width, config.hidden, 1, config.activation, config.dropout) for _ in self.task_names)
-        self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(self, batch: Batch) -> ModelOutput:
-        embedded = self.tables(sparse_group(batch, self.table_set.lookups))
-        if self.training and self.config.embedding_dropout:
-            embedded = {k: (self.dropout(v[0]), v[1]) if isinstance(v, tuple) else self.dropout(v) for k, v in embedded.items()}
-        parts = [embedded[p] for p in self.plain]
-        parts += [history(batch, embedded) for history in self.histories.values()]
-        parts += [sample_vector(batch, n, width) for n, width in self.vectors.items()]
-        if self.dense_names:
-            parts.append(dense_columns(batch, self.dense_names))
-        x = torch.cat(parts, 1)
-        return ModelOutput(torch.cat([head(x) for head in self.heads], 1).float(), self.task_names)
-
-    def flops(self, batch: Batch) -> dict[str, int]:
-        """Training FLOPs of a batch on the host, by part."""
-        return self.count_flops(history_lengths(batch), batch.size).by_part_training
+    def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
+        x = torch.cat([self.flat(batch, embedded), *(history(batch, embedded) for history in self.histories.values())], 1)
+        return torch.cat([head(x) for head in self.heads], 1), {}
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
-        """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
         return din_flops(self, lengths, batch_size)

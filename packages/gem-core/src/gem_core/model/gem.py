@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from gem_core import ops
 from gem_core.batch import Batch
 from gem_core.config.features import Features
-from gem_core.errors import BatchError, ConfigError
+from gem_core.errors import ConfigError
+from gem_core.model.base import RankingModel
 from gem_core.model.config import GemConfig, SequenceConfig
-from gem_core.model.contract import ModelOutput, TableSet
+from gem_core.model.contract import TableSet
 from gem_core.model.embedding import Embedded, EventTokens, FeatureTokens
 from gem_core.model.experts import SummedExperts
-from gem_core.model.flops import ModelFlops, gem_flops, history_lengths
+from gem_core.model.flops import ModelFlops, gem_flops
 from gem_core.model.heads import Heads
 from gem_core.model.layers import Gate, TokenMix
 from gem_core.model.pooling import Pooling
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import NextEvent, Rotary, SequenceBlock, rotary_angles
-from gem_core.model.tables import LocalTables, sparse_group, table_set
 
 Part = tuple[Tensor, Tensor]
 
@@ -134,18 +134,20 @@ class GemLayer(nn.Module):
         return self.interaction(torch.cat([own, summary.to(own.dtype)], 1)), histories
 
 
-class Gem(nn.Module):
-    """The hybrid model of `GemConfig` over the features' tables, ``forward(batch) -> ModelOutput`` with logits ``[B, T]``.
-
-    ``tables`` may be replaced by what a sparse strategy built from it; ``layers`` are the units to wrap for sharding the dense part.
+class Gem(RankingModel):
+    """The hybrid model of `GemConfig` over the features' tables; ``layers`` are the units to wrap for sharding the dense part.
 
     :raises ConfigError: features without a label or without a sample-level feature; a group of options for a history that is not there.
     """
 
     def __init__(self, config: GemConfig, features: Features) -> None:
-        super().__init__()
-        if not features.labels:
-            raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
+        super().__init__(
+            features,
+            config.embedding_dim,
+            sparse_gradients=config.sparse_gradients,
+            embedding_dropout=config.embedding_dropout,
+            histories=config.sequence is not False,
+        )
         unknown = sorted(set(config.groups) - set(features.sequences))
         if unknown:
             raise ConfigError(
@@ -153,10 +155,8 @@ class Gem(nn.Module):
                 where=f"model.groups.{unknown[0]}",
                 fix=f"the histories are: {', '.join(features.sequences) or 'none'}",
             )
-        self.config, self.task_names = config, tuple(features.labels)
+        self.config = config
         self.towers = {n: c for n in features.sequences if (c := config.tower(n)) is not None}
-        self.table_set = _used(features, config)
-        self.tables: nn.Module = LocalTables(self.table_set, sparse=config.sparse_gradients)
         self.features = FeatureTokens(features, self.table_set, config.dim, count=config.feature_tokens, dense_hidden=config.dense_hidden)
         n = self.features.count
         self.entries = nn.ModuleDict(
@@ -166,16 +166,8 @@ class Gem(nn.Module):
         self.layers = nn.ModuleList(GemLayer(config, self.towers, tokens, i) for i, tokens in enumerate(counts))
         self.heads = Heads(config.interaction.tokens, config.dim, self.task_names, config.head, dropout=config.dropout)
         self.next_event = nn.ModuleDict({name: NextEvent(c.dim) for name, c in self.towers.items() if c.next_event})
-        self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(self, batch: Batch) -> ModelOutput:
-        if batch.num_targets is not None:
-            raise BatchError(
-                "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
-            )
-        embedded = self.tables(sparse_group(batch, self.table_set.lookups))
-        if self.training and self.config.embedding_dropout:
-            embedded = {k: (self.dropout(v[0]), v[1]) if isinstance(v, tuple) else self.dropout(v) for k, v in embedded.items()}
+    def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         x = self.features(batch, embedded)
         histories = {name: entry(batch, embedded, x) for name, entry in self.entries.items()}
         aux: dict[str, Tensor] = {}
@@ -183,14 +175,9 @@ class Gem(nn.Module):
             x, histories = layer(x, histories)
             if i == 0 and self.training:
                 aux = {f"next_event.{name}": self._next_event(name, histories[name]) for name in self.next_event}
-        return ModelOutput(self.heads(x), self.task_names, aux)
-
-    def flops(self, batch: Batch) -> dict[str, int]:
-        """Training FLOPs of a batch on the host, by part."""
-        return self.count_flops(history_lengths(batch), batch.size).by_part_training
+        return self.heads(x), aux
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
-        """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
         return gem_flops(self, lengths, batch_size)
 
     def _next_event(self, name: str, history: History) -> Tensor:
@@ -204,13 +191,3 @@ class Gem(nn.Module):
 def _concat(before: list[Part], rows: Part, after: list[Part]) -> Tensor:
     dtype = rows[0].dtype
     return ops.jagged_concat([(v.to(dtype), o) for v, o in (*before, rows, *after)])[0]
-
-
-def _used(features: Features, config: GemConfig) -> TableSet:
-    """Tables and lookups that the model reads: all of them, or without towers only those of the sample-level features."""
-    tables = table_set(features, config.embedding_dim)
-    if config.sequence is not False:
-        return tables
-    lookups = tuple(k for k in tables.lookups if k.pooling != "none")
-    names = {k.table for k in lookups}
-    return replace(tables, tables=tuple(t for t in tables.tables if t.name in names), lookups=lookups)

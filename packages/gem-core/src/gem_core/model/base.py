@@ -1,0 +1,100 @@
+"""What all models of the core share: tables, embedding dropout, FLOPs, and features as one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gem_core import ops
+from gem_core.batch import Batch
+from gem_core.config.features import Features
+from gem_core.errors import BatchError, ConfigError
+from gem_core.model.contract import ModelOutput, TableSet
+from gem_core.model.embedding import Embedded, EventFields, dense_columns, sample_vector
+from gem_core.model.flops import ModelFlops, history_lengths
+from gem_core.model.tables import LocalTables, sequence_of, sparse_group, table_set
+
+
+class RankingModel(nn.Module):
+    """A model that scores one candidate a sample: ``forward(batch) -> ModelOutput`` with logits ``[B, T]`` of the declared labels.
+
+    ``tables`` may be replaced by what a sparse strategy built from ``table_set``. Without ``histories`` only the tables of sample-level
+    features are there. A subclass writes `score` and `count_flops`.
+
+    :raises ConfigError: features without a label.
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        embedding_dim: int,
+        *,
+        sparse_gradients: bool = True,
+        embedding_dropout: float = 0.0,
+        histories: bool = True,
+    ) -> None:
+        super().__init__()
+        if not features.labels:
+            raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
+        self.task_names = tuple(features.labels)
+        self.table_set = table_set(features, embedding_dim)
+        if not histories:
+            self.table_set = _sample_level(self.table_set)
+        self.tables: nn.Module = LocalTables(self.table_set, sparse=sparse_gradients)
+        self.dropout = nn.Dropout(embedding_dropout)
+
+    def forward(self, batch: Batch) -> ModelOutput:
+        if batch.num_targets is not None:
+            raise BatchError(
+                "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
+            )
+        embedded: Embedded = self.tables(sparse_group(batch, self.table_set.lookups))
+        if self.training and self.dropout.p:
+            embedded = {k: (self.dropout(v[0]), v[1]) if isinstance(v, tuple) else self.dropout(v) for k, v in embedded.items()}
+        logits, losses = self.score(batch, embedded)
+        return ModelOutput(logits.float(), self.task_names, losses)
+
+    def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Logits ``[B, T]`` and auxiliary losses by name."""
+        raise NotImplementedError
+
+    def flops(self, batch: Batch) -> dict[str, int]:
+        """Training FLOPs of a batch on the host, by part."""
+        return self.count_flops(history_lengths(batch), batch.size).by_part_training
+
+    def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
+        """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
+        raise NotImplementedError
+
+
+class FlatFeatures(nn.Module):
+    """Embeddings, vectors and dense columns side by side, ``[B, width]``; with ``history`` "mean" or "sum" also each history's pooled
+    event fields."""
+
+    def __init__(self, features: Features, tables: TableSet, *, history: str = "none") -> None:
+        super().__init__()
+        self.sparse = [f"sparse.{n}" for n in features.sparse]
+        self.vectors, self.dense_names = {n: v.dim for n, v in features.vectors.items()}, tuple(features.dense)
+        self.pool = ops.jagged_mean if history == "mean" else ops.jagged_sum
+        names = features.sequences if history != "none" else {}
+        self.histories = nn.ModuleDict({n: EventFields(n, features, tables, candidate=False) for n in names})
+        self.width = sum(tables.table(features.table_of(p)).dim for p in self.sparse) + sum(self.vectors.values()) + len(self.dense_names)
+        self.width += sum(sum(h.widths.values()) for h in self.histories.values())
+
+    def forward(self, batch: Batch, embedded: Embedded) -> Tensor:
+        parts = [embedded[p] for p in self.sparse]
+        parts += [sample_vector(batch, n, width) for n, width in self.vectors.items()]
+        if self.dense_names:
+            parts.append(dense_columns(batch, self.dense_names))
+        for name, fields in self.histories.items():
+            parts.append(self.pool(torch.cat(fields(batch, embedded), 1), sequence_of(batch, name).offsets))
+        return torch.cat(parts, 1)
+
+
+def _sample_level(tables: TableSet) -> TableSet:
+    lookups = tuple(k for k in tables.lookups if k.pooling != "none")
+    names = {k.table for k in lookups}
+    return replace(tables, tables=tuple(t for t in tables.tables if t.name in names), lookups=lookups)

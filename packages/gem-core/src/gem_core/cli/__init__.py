@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the run failed, 2 something that the user can mend.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     from gem_core.cli.app import build, split_globals
 
+    # OpenMP threads that wait would spin: on a machine that does anything else, the reader's thread included, each of the many small
+    # operations of a CPU step then waits for a thread that cannot run. Read when torch loads, so it is set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     debug = False
     with warnings.catch_warnings():
         _show_plugin_warnings()

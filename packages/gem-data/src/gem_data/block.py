@@ -35,6 +35,55 @@ def flat_index(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
     return taken, index
 
 
+_RUN = 32
+"""Values copied at once where rows are long."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How to copy rows of values: runs of ``_RUN`` values from ``source`` to ``target`` positions, the last run of a row overlapping the
+    one before it, and the values of short rows one by one. Half the time of a plain gather at 200 values a row."""
+
+    source: Ints
+    target: Ints
+    short_source: Ints
+    short_target: Ints
+    n: int
+
+    @staticmethod
+    def of(offsets: Ints, rows: Ints, taken: Ints) -> Runs:
+        lengths = np.diff(taken)
+        starts, targets = offsets[rows], taken[:-1]
+        long = lengths >= _RUN
+        counts = -(-lengths[long] // _RUN)
+        step = np.minimum(_within(counts) * _RUN, np.repeat(lengths[long] - _RUN, counts))
+        short = lengths[~long]
+        inside = _within(short)
+        return Runs(
+            np.repeat(starts[long], counts) + step,
+            np.repeat(targets[long], counts) + step,
+            np.repeat(starts[~long], short) + inside,
+            np.repeat(targets[~long], short) + inside,
+            int(taken[-1]),
+        )
+
+    def copy(self, values: Array, out: Array) -> None:
+        """Fill ``out [n]`` from ``values [N]``, both contiguous."""
+        if self.source.size:
+            whole, size = np.dtype(f"V{_RUN * values.itemsize}"), values.itemsize
+            target = np.ndarray((out.size - _RUN + 1,), whole, out, strides=(size,))
+            target[self.target] = np.ndarray((values.size - _RUN + 1,), whole, values, strides=(size,))[self.source]
+        out[self.short_target] = values[self.short_source]
+
+
+def _within(counts: Ints) -> Ints:
+    """0 .. c-1 for each count, one after another."""
+    ends = np.cumsum(counts)
+    index = np.arange(ends[-1] if ends.size else 0)
+    index -= np.repeat(ends - counts, counts)
+    return index
+
+
 @dataclass(frozen=True)
 class Bag:
     """Values that share ``offsets [n+1]``: each ``[N, ...]``, or again a Bag over the N values."""
@@ -46,11 +95,13 @@ class Bag:
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.offsets.size - 1)
             a, b = self.offsets[start], self.offsets[stop]
-            inner: Rows = slice(a, b)
-            offsets = self.offsets[start : stop + 1] - a
-        else:
-            offsets, inner = flat_index(self.offsets, rows)
-        return Bag(offsets, _take_all(self.values, inner, int(offsets[-1])))
+            return Bag(self.offsets[start : stop + 1] - a, _take_all(self.values, slice(a, b), int(b - a)))
+        taken = np.zeros(rows.size + 1, dtype=np.int64)
+        np.cumsum(self.offsets[rows + 1] - self.offsets[rows], out=taken[1:])
+        n = int(taken[-1])
+        if n >= 2 * _RUN * rows.size and all(isinstance(v, np.ndarray) and v.ndim == 1 for v in self.values.values()):
+            return Bag(taken, _take_all(self.values, Runs.of(self.offsets, rows, taken), n))
+        return Bag(taken, _take_all(self.values, flat_index(self.offsets, rows)[1], n))
 
     @staticmethod
     def join(bags: Sequence[Bag]) -> Bag:
@@ -151,7 +202,7 @@ class Block:
         return SequenceGroup(torch.from_numpy(bag.offsets), values, times, spec.max_length)
 
 
-def _take_all(values: dict[str, Array | Bag], rows: Rows, n: int) -> dict[str, Array | Bag]:
+def _take_all(values: dict[str, Array | Bag], rows: Rows | Runs, n: int) -> dict[str, Array | Bag]:
     """``n`` rows of everything. The arrays share one buffer: a few large pages cost far less than many small ones."""
     plain = {k: v for k, v in values.items() if not isinstance(v, Bag)}
     places, end = {}, 0
@@ -162,11 +213,14 @@ def _take_all(values: dict[str, Array | Bag], rows: Rows, n: int) -> dict[str, A
     found: dict[str, Array | Bag] = {}
     for key, v in values.items():
         if isinstance(v, Bag):
+            assert not isinstance(rows, Runs)  # Bag.take
             found[key] = v.take(rows)
             continue
         start, stop = places[key]
         out = found[key] = buffer[start:stop].view(v.dtype).reshape(n, *v.shape[1:])
-        if isinstance(rows, slice):
+        if isinstance(rows, Runs):
+            rows.copy(v, out)
+        elif isinstance(rows, slice):
             out[:] = v[rows]
         else:
             # Positions come from offsets and are in range; "raise" would go through a second buffer.

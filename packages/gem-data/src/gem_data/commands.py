@@ -15,6 +15,7 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write
 
 def register(app: CommandGroups) -> None:
     group = app.group("data")
+    app.group("bench").command("data")(bench)
     group.command()(inspect)
     group.command()(synth)
     group.command()(convert)
@@ -86,3 +87,28 @@ def convert(
     for split, rows in movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed).items():
         print(f"{out / split}.parquet: {rows:,} rows")
     print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
+
+
+def bench(
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the generated file.")] = 200_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each variant reads the file; the best counts.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that pyarrow decodes with, alone and below the reader.")] = 2,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    folder: Annotated[Path | None, typer.Option(help="Where the file is generated; the system's temporary folder if not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write data.json and data.md there.")] = None,
+) -> None:
+    """Measure the Parquet reader against pyarrow alone and against a dataset that goes row by row.
+
+    Example: gemrec bench data --rows 200000 --out docs/benchmarks
+    """
+    import json
+
+    from gem_data.bench import run, table
+    from gem_data.writer import write_text
+
+    record = run(rows, repeats, threads, seed, folder)
+    text = table(record)
+    print(text)
+    if out is not None:
+        write_text(out / "data.json", json.dumps(record, indent=1) + "\n")
+        write_text(out / "data.md", "# Parquet to batches\n\n" + text)

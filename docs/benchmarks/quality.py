@@ -1,0 +1,252 @@
+"""Quality on public and planted data: trains each model with several seeds, predicts the test split, writes means, spreads and intervals.
+
+    python docs/benchmarks/quality.py popneg  --data ../shared/data/ml-1m-popneg --out docs/benchmarks
+    python docs/benchmarks/quality.py ctr     --data ../shared/data/ml-1m-ctr    --out docs/benchmarks
+    python docs/benchmarks/quality.py planted --out docs/benchmarks
+
+Models are chosen on the validation split (`restore_best`); the test split is read once, at the end. ``--jobs`` runs that many trainings
+side by side. Intervals are percentiles of a paired bootstrap over users. Needs gem-core, gem-data and pyarrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+NO_SEQUENCE = ["--set", "model.sequence=false"]
+SUITES: dict[str, dict[str, list[str]]] = {
+    "popneg": {
+        "gem": [str(CONFIGS / "ml-1m-popneg-gem.toml")],
+        "din": [str(CONFIGS / "ml-1m-popneg-din.toml")],
+        "gem without sequence tower": [str(CONFIGS / "ml-1m-popneg-gem.toml"), *NO_SEQUENCE],
+    },
+    "ctr": {"gem": [str(CONFIGS / "movielens-ctr.toml")]},
+    "planted": {"gem tiny": [], "gem tiny without sequence tower": NO_SEQUENCE},
+}
+BOOTSTRAP = 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=sorted(SUITES))
+    parser.add_argument("--data", type=Path, help="folder of the data set's Parquet files")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--models", help="comma-separated subset")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE for every training")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs/quality"), help="folder of the run folders")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    variants = {n: a for n, a in SUITES[args.suite].items() if not args.models or n in args.models.split(",")}
+    shared = [f"data.parquet.root={args.data}"] if args.data else []
+    overrides = [word for item in (*shared, *args.overrides) for word in ("--set", item)]
+    jobs = [(name, int(seed), [*variants[name], *overrides]) for seed in args.seeds.split(",") for name in variants]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        folders = dict(zip([(n, s) for n, s, _ in jobs], pool.map(lambda job: train(args, *job), jobs)))
+    predictions = {key: predict(folder) for key, folder in folders.items()}
+    report(args, variants, predictions, folders)
+
+
+def train(args: argparse.Namespace, name: str, seed: int, words: list[str]) -> Path:
+    """One training in a process of its own; its run folder."""
+    run = f"{args.suite}-{name.replace(' ', '-')}-{seed}"
+    folder = args.work / run
+    command = ["gemrec", "train", *words, "--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
+    began = time.monotonic()
+    done = subprocess.run([*command, "--overwrite"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"{run}: exit {done.returncode}, {time.monotonic() - began:.0f} s; {done.stdout.strip().splitlines()[-1]}", flush=True)
+    if done.returncode:
+        raise SystemExit(done.stdout)
+    return folder
+
+
+@torch.no_grad()
+def predict(folder: Path) -> dict[str, np.ndarray]:
+    """Probability, label and user of each test sample, by the run's newest checkpoint (the best one, with `restore_best`)."""
+    from gem_core.config import resolve
+    from gem_core.ops import use_policy
+    from gem_core.train.build import build_parts, build_source
+    from gem_core.train.offline import run_config
+    from gem_core.train.runfolder import RunFolder
+    from gem_core.train.runtime import runtime
+    from gem_core.train.state import load_parameters
+
+    resolved = resolve(run_config(folder))
+    columns: dict[str, list[np.ndarray]] = {}
+    with runtime(resolved.config) as rt, use_policy(resolved.config.kernels.default, resolved.config.kernels.ops):
+        parts = build_parts(resolved, rt, trains=False)
+        load_parameters(parts, RunFolder(folder).checkpoints.latest()[0])
+        parts.model.eval()
+        for batch in build_source(resolved, "test", rt):
+            logits = parts.module(batch.to(rt.device)).logits[:, 0].double()
+            row = {"p": torch.sigmoid(logits).cpu(), "label": batch.labels[:, 0], "user": batch.columns["user_id"]}
+            if "true_probability.ctr" in batch.columns:
+                row["true"] = batch.columns["true_probability.ctr"]
+            for key, value in row.items():
+                columns.setdefault(key, []).append(np.array(value.tolist()))
+    return {key: np.concatenate(parts_) for key, parts_ in columns.items()}
+
+
+def auc(label: np.ndarray, score: np.ndarray, weight: np.ndarray | None = None) -> float:
+    """Area under the ROC curve with ties counted half, samples weighted."""
+    weight = np.ones_like(score) if weight is None else weight
+    values, at = np.unique(score, return_inverse=True)
+    positive = np.bincount(at, weight * (label > 0.5), len(values))
+    negative = np.bincount(at, weight * (label < 0.5), len(values))
+    below = np.cumsum(negative) - negative
+    return float((positive * (below + negative / 2)).sum() / (positive.sum() * negative.sum()))
+
+
+def normalized_entropy(label: np.ndarray, p: np.ndarray) -> float:
+    p, base = np.clip(p, 1e-12, 1 - 1e-12), label.mean()
+    loss = -(label * np.log(p) + (1 - label) * np.log1p(-p)).mean()
+    return float(loss / -(base * np.log(base) + (1 - base) * np.log1p(-base)))
+
+
+def paired(user: np.ndarray, label: np.ndarray, a: list[np.ndarray], b: list[np.ndarray]) -> tuple[float, float, float]:
+    """Mean AUC of the predictions ``a`` minus that of ``b``, with the 95 % interval of a bootstrap over users (seed 0)."""
+    rng = np.random.default_rng(0)
+    _, at = np.unique(user, return_inverse=True)
+    users = at.max() + 1
+    draws = []
+    for _ in range(BOOTSTRAP // max(len(a), len(b))):
+        weight = np.bincount(rng.integers(0, users, users), minlength=users)[at].astype(float)
+        draws.append(np.mean([auc(label, s, weight) for s in a]) - np.mean([auc(label, s, weight) for s in b]))
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(np.mean([auc(label, s) for s in a]) - np.mean([auc(label, s) for s in b])), float(low), float(high)
+
+
+def item_and_user_means(data: Path, smoothing: float = 5.0) -> np.ndarray:
+    """The trivial predictor of ml-1m-ctr: smoothed mean label of the item plus that of the user, from the training split."""
+    import pyarrow.parquet as pq
+
+    train_, test = (pq.read_table(data / f"{s}.parquet", columns=["user_id", "item_id", "label"]).to_pydict() for s in ("train", "test"))
+    label = np.array(train_["label"], float)
+    score = np.zeros(len(test["label"]))
+    for key in ("user_id", "item_id"):
+        names, at = np.unique(np.array(train_[key]), return_inverse=True)
+        means = (np.bincount(at, label) + smoothing * label.mean()) / (np.bincount(at) + smoothing)
+        known = dict(zip(names.tolist(), means.tolist()))
+        score += np.array([known.get(value, label.mean()) for value in test[key]])
+    return score
+
+
+def logistic_regression() -> dict[str, np.ndarray]:
+    """Logistic regression on all but the history of the quick start's log (one weight an id, AdamW, three epochs): its test split."""
+    from gem_core.config import load_config, resolve
+    from gem_core.train import quickstart_path
+    from gem_core.train.build import build_source
+    from gem_core.train.runtime import runtime
+
+    resolved = resolve(load_config(quickstart_path(), []))
+    torch.manual_seed(0)
+    with runtime(resolved.config) as rt:
+        source, test = build_source(resolved, "train", rt), build_source(resolved, "test", rt)
+    features = resolved.config.features
+    bags = torch.nn.ModuleDict({n: torch.nn.EmbeddingBag(features.rows_of(f"sparse.{n}"), 1, mode="sum") for n in features.sparse})
+    dense = torch.nn.Linear(len(features.dense), 1)
+    for bag in bags.values():
+        torch.nn.init.zeros_(bag.weight)
+    optimizer = torch.optim.AdamW([*bags.parameters(), *dense.parameters()], lr=3e-3, weight_decay=1e-4)
+
+    def logits(batch: Any) -> torch.Tensor:
+        out = dense(batch.dense)[:, 0]
+        for name, bag in bags.items():
+            ids = batch.sparse[name]
+            out = out + bag(ids.values, ids.offsets[:-1])[:, 0]
+        return out
+
+    for _ in range(3):
+        for batch in source:
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits(batch), batch.labels[:, 0])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    columns: dict[str, list[np.ndarray]] = {"p": [], "label": [], "true": []}
+    with torch.no_grad():
+        for batch in test:
+            columns["p"].append(torch.sigmoid(logits(batch)).double().numpy())
+            columns["label"].append(batch.labels[:, 0].double().numpy())
+            columns["true"].append(batch.columns["true_probability.ctr"].double().numpy())
+    return {key: np.concatenate(parts) for key, parts in columns.items()}
+
+
+def report(args: argparse.Namespace, variants: dict[str, list[str]], predictions: dict[Any, dict[str, np.ndarray]], folders: Any) -> None:
+    """Write ``<suite>.json`` and ``<suite>.md``."""
+    seeds = sorted({seed for _, seed in predictions})
+    rows: dict[str, dict[str, Any]] = {}
+    for name in variants:
+        found = [predictions[name, seed] for seed in seeds]
+        rows[name] = _row(found)
+        rows[name]["parameters"] = json.loads((folders[name, seeds[0]] / "run.json").read_text())["parameters"]
+        rows[name]["wall_s"] = [json.loads((folders[name, seed] / "summary.json").read_text())["wall_s"] for seed in seeds]
+    intervals = {}
+    names = list(variants)
+    first = predictions[names[0], seeds[0]]
+    scores = {name: [predictions[name, seed]["p"] for seed in seeds] for name in names}
+    if args.suite == "ctr":
+        scores["item mean + user mean"] = [item_and_user_means(args.data)]
+        rows["item mean + user mean"] = {"auc": [auc(first["label"], scores["item mean + user mean"][0])]}
+    if args.suite == "planted":
+        rows["logistic regression, no history"] = _row([logistic_regression()])
+    else:
+        for other in list(scores)[1:]:
+            intervals[f"{names[0]} - {other}"] = paired(first["user"], first["label"], scores[names[0]], scores[other])
+    header = json.loads((folders[names[0], seeds[0]] / "run.json").read_text())
+    result = {
+        "suite": args.suite,
+        "command": "python docs/benchmarks/quality.py " + shlex.join(sys.argv[1:]),
+        "device": header["device"],
+        "machine": platform.machine(),
+        "versions": header["versions"],
+        "seeds": seeds,
+        "configurations": {n: [Path(w).name if w.endswith(".toml") else w for w in v] for n, v in variants.items()},
+        "test": rows,
+        "auc_differences_95": intervals,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{args.suite}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{args.suite}.md").write_text(markdown(result))
+    print(markdown(result))
+
+
+def _row(found: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "auc": [auc(d["label"], d["p"]) for d in found],
+        "ne": [normalized_entropy(d["label"], d["p"]) for d in found],
+    }
+    if "true" in found[0]:
+        row["bayes_ne"] = [normalized_entropy(d["label"], d["true"]) for d in found]
+        row["explained"] = [(1 - a) / (1 - b) for a, b in zip(row["ne"], row["bayes_ne"])]
+    return row
+
+
+def markdown(result: dict[str, Any]) -> str:
+    keys = [k for k in ("auc", "ne", "bayes_ne", "explained") if any(k in row for row in result["test"].values())]
+    lines = [f"# {result['suite']}: test split", "", f"`{result['command']}`", ""]
+    lines += [f"{result['device']}; " + ", ".join(f"{k} {v}" for k, v in result["versions"].items()) + f"; seeds {result['seeds']}", ""]
+    lines += ["| model | " + " | ".join(keys) + " |", "|---|" + "---|" * len(keys)]
+    for name, row in result["test"].items():
+        cells = [f"{np.mean(row[k]):.4f} ({min(row[k]):.4f}-{max(row[k]):.4f})" if k in row else "" for k in keys]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Mean over the seeds, and (lowest-highest). `explained` is (1 - NE) / (1 - Bayes NE).", ""]
+    if result["auc_differences_95"]:
+        lines += ["| difference in AUC | mean | 95 % interval (paired over users) |", "|---|---|---|"]
+        lines += [f"| {k} | {m:+.4f} | {a:+.4f} to {b:+.4f} |" for k, (m, a, b) in result["auc_differences_95"].items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ QUANTIZE = {"x": "*bf16", "y_out": "*bf16", "row_data": "*u8", "row_scales": "*u
 NORM = {"x": "*bf16", "weight": "*fp32", "bias": "*fp32", "y_out": "*bf16", "stats": "*fp32"} | {
     k: v for k, v in QUANTIZE.items() if k not in ("x", "y_out")
 }
-SIZES = {"R": "i32", "C": "i32", "stride": "i32"}
+SIZES = {"R": "i32", "C": "i32", "stride": "i32", "col_stride": "i32"}
 
 
 def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) -> dict[str, Any]:

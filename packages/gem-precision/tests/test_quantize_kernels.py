@@ -197,6 +197,24 @@ def test_linear_behind_a_fused_step_equals_the_pair(before, policy, monkeypatch)
         assert sqnr(a.detach(), b.detach()) > (30 if DEVICE == "cpu" else 45)
 
 
+@pytest.mark.parametrize("policy", [mx_linear(), fp8_linear("block"), mx_linear(weight_block=(32, 32))], ids=["mx", "fp8", "squares"])
+def test_linear_with_the_kernels_equals_the_codec(policy, monkeypatch):
+    """Awkward sizes: K of every GEMM is no multiple of a block."""
+    generator = torch.Generator().manual_seed(5)
+    net = convert_linear(nn.Linear(70, 45).to(DEVICE), Site("s", "linear", [("p", policy)]))
+    x, g = torch.randn(77, 70, generator=generator).to(DEVICE), torch.randn(77, 45, generator=generator).to(DEVICE)
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr("gem_precision.kernels.usable", lambda t, kernels=kernels: kernels and t.dim() == 2)
+        net.zero_grad()
+        inputs = x.clone().requires_grad_()
+        y = net(inputs)
+        y.backward(g)
+        found.append((y.detach(), inputs.grad, net.weight.grad))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_left_unwritten(monkeypatch):
     """Outputs begin as garbage; equality with the codec above then covers every byte. Here: that the poison would be seen."""
     real = torch.Tensor.new_empty
@@ -211,6 +229,17 @@ def test_nothing_is_left_unwritten(monkeypatch):
     got = quantize_matrix(x, operand, operand)
     assert_same(got.rows, codec(x, operand, 1))
     assert_same(got.columns, codec(x, operand, 0))
+
+
+@pytest.mark.parametrize("operand", [Operand(), Operand("fp8", block=(1, 128)), Operand(block=(32, 32))], ids=str)
+def test_token_counts_are_padded_inside(operand):
+    """Seventy rows as K: zeros up to 96, the rest as without."""
+    x = numbers((70, 64))
+    got, plain = quantize_matrix(x, operand, operand, pad=32).columns, quantize_matrix(x, operand, operand).columns
+    assert got.data.shape == (64, 96)
+    assert torch.equal(got.data[:, :70].view(torch.uint8), plain.data.view(torch.uint8))
+    assert not got.data[:, 70:].view(torch.uint8).any()
+    torch.testing.assert_close(got.scales, plain.scales, rtol=0, atol=0, equal_nan=True)
 
 
 def test_empty_matrices():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gem_precision import kernels
-from gem_precision.gemm import Quantised
+from gem_precision.gemm import PAD, Quantised
 from gem_precision.kernels.quantize import norm_backward, norm_quantize, quantize_matrix, takes
 from gem_precision.policy import LinearPolicy, Operand
 
@@ -33,9 +33,9 @@ def fused_operands(
     """(operand of fprop, operand of wgrad, statistics of the norm)."""
     kind, what = before
     if kind == "act":
-        done = quantize_matrix(x, rows, columns, act=what, dtype=dtype, generator=generator)
+        done = quantize_matrix(x, rows, columns, act=what, dtype=dtype, generator=generator, pad=PAD)
     else:
-        done = norm_quantize(x, rows, columns, kind=kind, eps=what, dtype=dtype, write_y=False, generator=generator)
+        done = norm_quantize(x, rows, columns, kind=kind, eps=what, dtype=dtype, write_y=False, generator=generator, pad=PAD)
     return done.rows, done.columns, done.stats
 
 

@@ -6,6 +6,7 @@ what the others are tested against. ``torch`` is cuBLAS through ``torch._scaled_
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,12 @@ from gem_precision.kernels.quantize import quantize_matrix, takes
 from gem_precision.policy import Gemm, Operand
 
 Quantised = MX | FP8
+log = logging.getLogger("gem_precision")
+
+PAD = 32
+"""Multiple that the kernels fill K of wgrad's operands up to: token counts are what they are, and cuBLAS wants 16 (FP8) or 32 (MX)."""
+
+_said: set[str] = set()
 
 
 def quantise(
@@ -31,14 +38,16 @@ def quantise(
     hadamard: int | None = None,
     hadamard_seed: int = 0,
     generator: torch.Generator | None = None,
+    pad: int = 1,
 ) -> Quantised:
-    """Matrix ``x`` as the operand ``[rows, K]``, K being dim ``along`` of x (0: the result is of x transposed)."""
+    """Matrix ``x`` as the operand ``[rows, K]``, K being dim ``along`` of x (0: the result is of x transposed).
+    ``pad``: with the kernels and ``along`` 0, K is filled up with zeros to a multiple of this."""
     if hadamard is not None:
         # fp32, so that the quotient is rounded once
         wide = x.to(torch.float32)
         x, along = random_hadamard(wide if along == 1 else wide.t(), hadamard, hadamard_seed), 1
     if kernels.usable(x) and takes(operand):
-        done = quantize_matrix(x, *((operand, None) if along == 1 else (None, operand)), generator=generator)
+        done = quantize_matrix(x, *((operand, None) if along == 1 else (None, operand)), generator=generator, pad=pad)
         found = done.rows if along == 1 else done.columns
         assert found is not None
         return found
@@ -73,13 +82,13 @@ def quantise_both(
         and (row_operand.block[0] == 1 or row_operand == column_operand)
     )  # fmt: skip
     if one_read:
-        done = quantize_matrix(x, row_operand, column_operand, generator=generator)
+        done = quantize_matrix(x, row_operand, column_operand, generator=generator, pad=PAD)
         assert done.rows is not None
         assert done.columns is not None
         return done.rows, done.columns
     options = {"hadamard_seed": hadamard_seed, "generator": generator}
     first = quantise(x, row_operand, hadamard=rows.hadamard, **options)  # type: ignore[arg-type]
-    return first, quantise(x, column_operand, along=0, hadamard=columns.hadamard, **options)  # type: ignore[arg-type]
+    return first, quantise(x, column_operand, along=0, hadamard=columns.hadamard, pad=PAD, **options)  # type: ignore[arg-type]
 
 
 def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -99,10 +108,14 @@ def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "auto") -> Tensor:
     """``a [M, K] @ b [N, K]^T`` of quantised operands, accumulated in fp32.
 
-    :raises OpError: the named back end cannot do it.
+    :raises OpError: K differs, or the named back end cannot do it.
     """
+    if a.shape[1] != b.shape[1]:
+        raise OpError(f"K differs: {_say(a)} and {_say(b)}", where="gemm")
     if backend == "auto":
         backend = next(name for name in _ORDER if supports(name, a, b))
+        if backend == "emulated" and a.data.is_cuda:
+            _warn_once(a, b)
     else:
         answer = supports(backend, a, b)
         if not answer:
@@ -118,6 +131,14 @@ def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "aut
 
         return scaled_gemm(a, b, out_dtype)
     return _emulated(a, b, out_dtype)
+
+
+def _warn_once(a: Quantised, b: Quantised) -> None:
+    reasons = "; ".join(f"{name}: {supports(name, a, b).reason}" for name in _ORDER[:-1])
+    message = f"emulated product of {type(a).__name__} {a.elem} {a.block} and {b.block}, slower than bf16 ({reasons})"
+    if message not in _said:
+        _said.add(message)
+        log.warning("%s", message)
 
 
 _ORDER = ("torch", "triton", "emulated")
@@ -174,7 +195,7 @@ def _torch_supports(a: Quantised, b: Quantised, arch: int) -> Supported:
     if blocks in (((1, 128), (128, 128)), ((1, 128), (1, 128))):
         if arch != 90:
             return no(f"blocks of 128 are for sm_90, this is sm_{arch}")
-        return YES if k % 128 == 0 else no(f"K = {k} must be a multiple of 128")
+        return YES
     return no(f"no kernel for the blocks {blocks}")
 
 

@@ -12,7 +12,7 @@ from gem_core import ops
 from gem_core.errors import OpError
 from gem_precision.formats.jagged import padded_rows
 from gem_precision.fused import ACTIVATIONS, can_fuse, fused_operands, through
-from gem_precision.gemm import Quantised, gemm, high_precision_gemm, quantise, quantise_both
+from gem_precision.gemm import PAD, Quantised, gemm, high_precision_gemm, quantise, quantise_both
 from gem_precision.policy import Gemm, LinearPolicy, Operand
 from gem_precision.site import Site
 
@@ -24,10 +24,20 @@ def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> 
     where wgrad is in bf16, x itself.
     """
     site.enter()
-    return _linear(x, w, b, site)
+    return eager()(x, w, b, site)
 
 
-@torch.compiler.disable
+_eager: Callable[..., Tensor] | None = None
+
+
+def eager() -> Callable[..., Tensor]:
+    """The computation, kept out of compiled graphs. Made at first use, since the decorator imports the compiler and that imports triton."""
+    global _eager
+    if _eager is None:
+        _eager = torch.compiler.disable(_linear)
+    return _eager
+
+
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: tuple[str, Any] | None = None) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -48,7 +58,8 @@ class _Operands:
         self.options: dict[str, Any] = {"hadamard_seed": policy.hadamard_seed, "generator": site.generator}
 
     def one(self, name: str, x: Tensor, how: Gemm, operand: Operand, *, along: int = 1) -> Quantised:
-        q = quantise(x, operand, along=along, hadamard=how.hadamard, **self.options)
+        pad = PAD if name.startswith("wgrad") else 1
+        q = quantise(x, operand, along=along, hadamard=how.hadamard, pad=pad, **self.options)
         if how.hadamard is None:
             self.site.record(name, x if along == 1 else x.t(), q)
         return q
@@ -154,7 +165,7 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.site.enter(self.training)
-        return _linear(x, self.weight, self.bias, self.site)
+        return (_eager or eager())(x, self.weight, self.bias, self.site)
 
     def after_norm(self, x: Tensor, kind: str, eps: float) -> Tensor:
         """``self(ops.norm(x, kind=kind, eps=eps))``, with the norm and the quantising of its result in one pass where the kernels can."""
@@ -169,7 +180,7 @@ class LowPrecisionLinear(nn.Linear):
         # a sample compares operands with what they came from, which the fused pass never writes
         if self.site.live or not can_fuse(x.reshape(-1, x.shape[-1]), before, self.site.policy):
             return self(unfused())
-        return _linear(x, self.weight, self.bias, self.site, before)
+        return (_eager or eager())(x, self.weight, self.bias, self.site, before)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.site.precision}"
@@ -182,6 +193,7 @@ def convert_linear(linear: nn.Linear, site: Site) -> LowPrecisionLinear:
     """
     if type(linear) is not nn.Linear:
         raise OpError(f"{site.name} is a {type(linear).__name__}, not a torch.nn.Linear", where=site.name, fix="leave it out of the recipe")
+    eager()
     linear.__class__ = LowPrecisionLinear
     linear.site = site  # type: ignore[assignment]
     return linear  # type: ignore[return-value]

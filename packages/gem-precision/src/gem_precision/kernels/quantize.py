@@ -53,17 +53,19 @@ def quantize_matrix(
     write_y: bool = False,
     generator: torch.Generator | None = None,
     swizzle: bool = False,
+    pad: int = 1,
     tile: dict[str, Any] | None = None,
 ) -> Directions:
     """Quantise ``x [R, C]`` along its columns (operand ``rows``: K = C), along its rows (``columns``: K = R, transposed), or both, in one
     read; ``act`` is applied first and its result rounded to ``dtype`` (None: x's).
 
     Both directions must agree in format, element, rule and whether blocks are squares. Bit-equal to the codec on ``act(x)``; with
-    stochastic rounding the rows' seed is drawn from ``generator`` first. ``swizzle``: scales in 128x4 tiles, flat uint8.
+    stochastic rounding the rows' seed is drawn from ``generator`` first. ``swizzle``: scales in 128x4 tiles, flat uint8. ``pad``: K of the
+    columns' operand is filled up with zeros to a multiple of this (at most 32), as matrix instructions want it.
     :raises OpError: operands that do not fit each other, or an x that is not a CUDA matrix of unit column stride.
     """
     x = _checked(x, rows, columns)
-    what, meta = _plan(x, rows, columns, generator, swizzle)
+    what, meta = _plan(x, rows, columns, generator, swizzle, pad)
     if act not in ACTIVATIONS:
         raise OpError(f"no activation called {act!r} is fused with quantising", where="act", fix=f"choose one of {', '.join(ACTIVATIONS)}")
     one = rows or columns
@@ -75,7 +77,7 @@ def quantize_matrix(
     from gem_precision.kernels.quantize_kernels import quantize_kernel
 
     launch(
-        quantize_kernel, programs, x.device, x, y, *what.pointers(x), r, c, x.stride(0),
+        quantize_kernel, programs, x.device, x, y, *what.pointers(x), r, c, x.stride(0), what.col_stride,
         ACT=ACTIVATIONS[act], WRITE_Y=write_y, **meta, **tile,
     )  # fmt: skip
     return what.result(y if write_y else None)
@@ -94,6 +96,7 @@ def norm_quantize(
     write_y: bool = True,
     generator: torch.Generator | None = None,
     swizzle: bool = False,
+    pad: int = 1,
 ) -> Directions:
     """RMS or layer norm of ``x [R, C]`` over C, quantised in the same pass; as `quantize_matrix` otherwise. Without operands it is the norm
     alone, by the same arithmetic, so fused and unfused agree to the bit. The norm's result is rounded to ``dtype`` (None: x's) first.
@@ -101,12 +104,12 @@ def norm_quantize(
     if kind not in ("rms", "layer"):
         raise OpError(f"there is no norm called {kind!r}", where="kind", fix="choose rms or layer")
     if rows is None and columns is None:
-        what, meta = _Outputs(None, None, x, False, x), _meta(Operand())
+        what, meta = _Outputs(None, None, x, False, x, 1), _meta(Operand())
         meta |= {"ROWS": False, "COLS": False, "SQUARE": False, "STOCHASTIC_ROWS": False, "STOCHASTIC_COLS": False, "SWIZZLE": False}
         write_y = True
     else:
         x = _checked(x, rows, columns)
-        what, meta = _plan(x, rows, columns, generator, swizzle)
+        what, meta = _plan(x, rows, columns, generator, swizzle, pad)
     one = rows or columns
     tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
     r, c = x.shape
@@ -116,7 +119,7 @@ def norm_quantize(
 
     launch(
         norm_quantize_kernel, -(-r // tile["BLOCK_R"]), x.device, x, x if weight is None else weight, x if bias is None else bias,
-        y, stats, *what.pointers(x), r, c, x.stride(0), eps,
+        y, stats, *what.pointers(x), r, c, x.stride(0), what.col_stride, eps,
         LAYER=kind == "layer", WEIGHT=weight is not None, BIAS=bias is not None, WRITE_Y=write_y, QUANTIZE=one is not None, **meta, **tile,
     )  # fmt: skip
     return what.result(y if write_y else None, stats)
@@ -158,10 +161,11 @@ def _checked(x: Tensor, rows: Operand | None, columns: Operand | None) -> Tensor
 class _Outputs:
     """Tensors of one launch."""
 
-    def __init__(self, rows: Operand | None, columns: Operand | None, x: Tensor, swizzle: bool, seeds: Tensor) -> None:
+    def __init__(self, rows: Operand | None, columns: Operand | None, x: Tensor, swizzle: bool, seeds: Tensor, pad: int) -> None:
         self.rows, self.columns, self.swizzle, self.seeds = rows, columns, swizzle, seeds
         self.shape = x.shape
         r, c = x.shape
+        self.col_stride = -(-r // pad) * pad
         self.row_data = self.row_scales = self.col_data = self.col_scales = None
         one = rows or columns
         if one is None:
@@ -170,7 +174,8 @@ class _Outputs:
         if rows is not None:
             self.row_data = x.new_empty((r, c), dtype=torch.uint8)
         if columns is not None:
-            self.col_data = x.new_empty((c, r), dtype=torch.uint8)
+            self.col_data = x.new_empty((c, self.col_stride), dtype=torch.uint8)
+            self.col_data[:, r:].zero_()
         if self.square:
             self.row_scales = self._scales(x, one, -(-r // one.block[0]), -(-c // one.block[0]), tiles=False)
         else:
@@ -210,7 +215,7 @@ class _Outputs:
 
 
 def _plan(
-    x: Tensor, rows: Operand | None, columns: Operand | None, generator: torch.Generator | None, swizzle: bool
+    x: Tensor, rows: Operand | None, columns: Operand | None, generator: torch.Generator | None, swizzle: bool, pad: int
 ) -> tuple[_Outputs, dict[str, Any]]:
     one = rows or columns
     assert one is not None
@@ -231,7 +236,7 @@ def _plan(
         "ROWS": rows is not None, "COLS": columns is not None, "SQUARE": square, "STOCHASTIC_ROWS": stochastic_rows,
         "STOCHASTIC_COLS": stochastic_cols, "SWIZZLE": swizzle,
     }  # fmt: skip
-    return _Outputs(rows, columns, x, swizzle, seeds), meta
+    return _Outputs(rows, columns, x, swizzle, seeds, pad), meta
 
 
 def _meta(operand: Operand) -> dict[str, Any]:

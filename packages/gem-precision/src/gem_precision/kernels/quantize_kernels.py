@@ -7,7 +7,8 @@ One program owns a tile; B is 32 (MX) or 128 (FP8), and no block crosses a tile:
     R | tile|     |     columns:  data [C, R],  scales [C, R/B]        transposed, K innermost, as the MMA wants both operands
       +-----+-----+     squares:  data [R, C],  scales [R/B, C/B]      and the transposed payload from the same scale
 
-``SWIZZLE`` writes scales in 128x4 tiles instead. Addresses are int64.
+Rows of the transposed payload are ``col_stride`` apart (R, or R padded for the MMA). ``SWIZZLE`` writes scales in 128x4 tiles instead.
+Addresses are int64.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def block_scales(
 
 @triton.jit
 def store_tile(
-    y, rows, cols, R, C, row_data, row_scales, col_data, col_scales, seeds,
+    y, rows, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
     LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
@@ -69,7 +70,7 @@ def store_tile(
         if ROWS:
             tl.store(row_data + index, codes, mask=inside)
         if COLS:
-            tl.store(col_data + cols[:, None] * R + rows[None, :], tl.trans(codes), mask=(cols < C)[:, None] & (rows < R)[None, :])
+            tl.store(col_data + cols[:, None] * col_stride + rows[None, :], tl.trans(codes), mask=(cols < C)[:, None] & (rows < R)[None, :])
     else:
         if ROWS:
             amax = tl.max(tl.reshape(bits, (BLOCK_R, BLOCK_C // B, B)), axis=2)
@@ -94,7 +95,7 @@ def store_tile(
                 random = random_bits(tl.load(seeds + 2), tl.load(seeds + 3), index)
             cast_cols: tl.constexpr = 0 if STOCHASTIC_COLS else CAST
             codes = encode(y * spread, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_COLS, cast_cols)
-            tl.store(col_data + cols[:, None] * R + rows[None, :], tl.trans(codes), mask=(cols < C)[:, None] & (rows < R)[None, :])
+            tl.store(col_data + cols[:, None] * col_stride + rows[None, :], tl.trans(codes), mask=(cols < C)[:, None] & (rows < R)[None, :])
             strip = tl.max(tl.reshape(rows, (BLOCK_R // B, B)), axis=1) // B
             strips = (R + B - 1) // B
             at = scale_offset(cols[None, :], strip[:, None], strips, SWIZZLE)
@@ -103,7 +104,7 @@ def store_tile(
 
 @triton.jit
 def quantize_kernel(
-    x, y_out, row_data, row_scales, col_data, col_scales, seeds, R, C, stride,
+    x, y_out, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride,
     ACT: tl.constexpr, WRITE_Y: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
@@ -123,7 +124,7 @@ def quantize_kernel(
     if WRITE_Y:
         tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
     store_tile(
-        y.to(tl.float32), rows, cols, R, C, row_data, row_scales, col_data, col_scales, seeds,
+        y.to(tl.float32), rows, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
         ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA, SIGN, NAN,
         CAST, B, BLOCK_R, BLOCK_C,
     )  # fmt: skip
@@ -131,7 +132,7 @@ def quantize_kernel(
 
 @triton.jit
 def norm_quantize_kernel(
-    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, eps,
+    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride, eps,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
@@ -173,7 +174,7 @@ def norm_quantize_kernel(
             tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
         if QUANTIZE:
             store_tile(
-                y.to(tl.float32), rows, cols, R, C, row_data, row_scales, col_data, col_scales, seeds,
+                y.to(tl.float32), rows, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
                 ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA,
                 SIGN, NAN, CAST, B, BLOCK_R, BLOCK_C,
             )  # fmt: skip

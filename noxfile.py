@@ -92,9 +92,9 @@ def _install_torchrec(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV)
 def quickstart(session: nox.Session) -> None:
-    """Install everything, generate a log, train `tiny` on it and evaluate."""
+    """Install everything, generate a log, train `tiny` on it and evaluate. Replaces the run of an earlier quick start."""
     _install(session, PACKAGES)
-    session.run("gemrec", "train", *session.posargs)
+    session.run("gemrec", "train", *(session.posargs or ["--overwrite"]))
 
 
 @nox.session(venv_params=VENV)

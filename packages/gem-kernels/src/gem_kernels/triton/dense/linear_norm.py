@@ -141,7 +141,7 @@ def _fused(problem: Problem, dy: Tensor, y: Tensor, w: Tensor, rstd: Tensor, bia
 
     def guesses() -> list[Config]:
         found = candidates(min(k, 512), n, dy.dtype, info)
-        return unique([{**c, "ROWS": min(c["BLOCK_M"], max(1, elements // width))} for elements in (16384, 8192) for c in found])
+        return unique([{**c, "ROWS": min(c["BLOCK_M"], max(1, elements // width))} for elements in (8192, 16384) for c in found])
 
     if rows:
         run(choose("linear_norm.dx", facts(problem), info, guesses, run))

@@ -51,7 +51,7 @@ def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
     elif kernel == "forward":
         shapes = [(64, 128, 8, 1), (128, 64, 8, 2), (128, 128, 8, 1), (64, 64, 4, 2), (64, 64, 8, 2), (64, 128, 4, 1)]
     elif kernel == "dq":
-        shapes = [(64, 64, 8, 2), (64, 128, 8, 1), (128, 64, 8, 1), (64, 64, 4, 2), (128, 64, 8, 2)]
+        shapes = [(64, 32, 8, 2), (64, 64, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (128, 64, 8, 2)]
     else:
         shapes = [(32, 128, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2)]
     keys = max(16, min(problem.option("max_k_len", 128), 128))

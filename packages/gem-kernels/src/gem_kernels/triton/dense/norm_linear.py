@@ -150,11 +150,20 @@ def _dx(problem: Problem, x: Tensor, folded: Tensor, dy: Tensor, dtotal: Tensor 
             norm_linear_bwd_dx_kernel, (programs,), x.device,
             source(dy, m, r, tma), source(folded, r, c, tma), x, dtotal, dx, mean, rstd, stride(dy), stride(x), stride(dtotal), rows,
             K=k, N=n, PROGRAMS=programs, LAYER=problem.option("kind") == "layer", DTOTAL=dtotal is not None, TMA=tma, NVIDIA=info.nvidia,
-            PIECE=min(64, c), PRECISION=precision(x.dtype, info), **config,
+            PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip
 
     if rows:
-        run(choose("norm_linear.dx", facts(problem), info, lambda: candidates(k, n, x.dtype, info), run))
+        pieces = (32, 64) if problem.option("kind") == "layer" else (64, 32)
+        run(
+            choose(
+                "norm_linear.dx",
+                facts(problem),
+                info,
+                lambda: unique([{**c, "PIECE": min(p, c["BLOCK_N"])} for p in pieces for c in candidates(k, n, x.dtype, info)]),
+                run,
+            )
+        )
     return dx
 
 

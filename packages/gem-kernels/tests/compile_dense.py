@@ -1,0 +1,97 @@
+"""Compiles the dense, block and jagged kernels for one architecture, without a GPU, and prints what became of them as JSON lines.
+
+    TRITON_INTERPRET=0 python compile_dense.py sm_90 [LABEL ...]
+
+Run by test_triton_dense_compile.py in a process of its own, because Triton interprets or compiles for a whole process. The shapes are those
+of the benchmark, whose configurations are the committed ones (on a chip without a table, the best guess).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from gem_core import ops
+from gem_core.jagged import lengths_to_offsets
+from gem_core.ops import dispatch
+from gem_kernels.triton import block, dense, jagged
+from gem_kernels.triton.common.launch import compile_only
+
+BF16 = torch.bfloat16
+SPECS = {spec.op: spec for family in (block, dense, jagged) for spec in family.specs()}
+
+
+def _t(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def _calls() -> list[tuple[str, str, dict]]:
+    """(label, op, arguments)."""
+    offsets, few = lengths_to_offsets(torch.tensor([100, 28])), lengths_to_offsets(torch.tensor([128, 128]))
+    heads = {d: _t(128, 4, d) for d in (64, 128)}
+    found = []
+    for d, q in heads.items():
+        angle = _t(100, d // 2, dtype=torch.float32)
+        found.append((f"block d{d}", "block_attention", {"q": q, "k": q, "v": q, "offsets": offsets}))
+        rotary = {"q": q, "k": q, "v": q, "offsets": offsets, "rotary": (angle, angle)}
+        found.append((f"block d{d} rotary", "block_attention", rotary))
+        keys = _t(256, 4, d)
+        found.append((f"norm_gdpa d{d}", "norm_gdpa", {"q": q, "k": keys, "v": keys, "q_offsets": offsets, "k_offsets": few}))
+    found.append(("block of 128", "block_attention", {"q": q, "k": q, "v": q, "offsets": offsets, "block_size": 128}))
+    x = _t(256, 512)
+    for kind in ("rms", "layer"):
+        found.append((f"norm {kind}", "norm", {"x": x, "kind": kind, "weight": _t(512), "bias": _t(512), "residual": x}))
+        found.append((f"norm_linear {kind}", "norm_linear", {"x": x, "w": _t(512, 512), "b": _t(512), "kind": kind}))
+        found.append((f"linear_norm {kind}", "linear_norm", {"x": x, "w": _t(512, 512), "b": _t(512), "kind": kind}))
+    found.append(("norm_linear residual", "norm_linear", {"x": x, "w": _t(512, 512), "residual": x}))
+    found.append(("linear_norm 1024", "linear_norm", {"x": x, "w": _t(1024, 512)}))
+    for d in (64, 128, 256):
+        weights = {"w1": _t(4 * d, d), "b1": _t(4 * d), "w2": _t(d, 4 * d), "b2": _t(d)}
+        found.append((f"mlp d{d}", "mlp", {"x": _t(256, d), **weights}))
+        found.append((f"mlp d{d} norm", "mlp", {"x": _t(256, d), **weights, "norm": "layer", "residual": _t(256, d)}))
+    values = _t(128, 96)
+    found.append(("concat", "jagged_concat", {"parts": [(values, offsets), (values, offsets)]}))
+    found.append(("sum", "jagged_sum", {"values": values, "offsets": offsets}))
+    found.append(("to_padded", "jagged_to_padded", {"values": values, "offsets": offsets, "max_len": 128}))
+    return found
+
+
+def main(arch: str, *labels: str) -> None:
+    for label, op, arguments in _calls():
+        if not labels or label in labels:
+            _compile(arch, label, op, arguments)
+
+
+def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
+    with compile_only(arch) as done, dispatch.offering(SPECS[op]):
+        result = getattr(ops, op)(**_leaves(arguments), backend="triton")
+        first = result[0] if isinstance(result, tuple) else result
+        first.sum().backward()
+    for made in done:
+        print(
+            json.dumps(
+                {
+                    "label": label, "kernel": made.kernel, "registers": made.registers, "stack": made.stack, "spills": made.spills,
+                    "shared": made.shared, "warnings": made.warnings, "wgmma": "wgmma.mma_async" in made.ptx,
+                    "tcgen05": "tcgen05.mma" in made.ptx, "tma": "cp.async.bulk.tensor" in made.ptx,
+                    "vectors": "ld.global.v4" in made.ptx or "cp.async.cg" in made.ptx,
+                    "atomics": bool(re.search(r"\b(atom|red)\.", made.ptx)),
+                }
+            ),
+            flush=True,
+        )  # fmt: skip
+
+
+def _leaves(arguments: dict) -> dict:
+    """The same arguments, float tensors as leaves that want gradients (but for rotary tables, which get none)."""
+    found = {n: a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for n, a in arguments.items()}
+    if "parts" in found:
+        found["parts"] = [(values.requires_grad_(), offsets) for values, offsets in found["parts"]]
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -26,10 +26,10 @@ def _without(config: Config, name: str) -> Config:
 
 
 def _for_chip(found: list[Config], info: DeviceInfo) -> list[Config]:
-    """Each configuration with descriptors first, where the chip has them; without register caps where the compiler knows none."""
+    """All with descriptors where the chip has them, and the first without; no register caps where the compiler knows none."""
     if not info.nvidia:
         return [_without(c, "maxnreg") for c in found]
-    return [{**c, "TMA": True} for c in found] + found if info.tma else found
+    return [{**c, "TMA": True} for c in found] + found[:1] if info.tma else found
 
 
 def resident_limit(p: Plan) -> int:
@@ -40,6 +40,11 @@ def resident_limit(p: Plan) -> int:
     return 128 if wide <= 128 else 64
 
 
+def _row_block(p: Plan) -> int:
+    """Query rows of a tile: 64 where a sample has few or a row sees few keys, so that less of the tiles is padding or masked."""
+    return 64 if p.q_bound <= 256 or 0 < p.band <= 512 else 128
+
+
 def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.forward and attention.forward_subtract."""
     if info.key == "interpreter":
@@ -48,21 +53,18 @@ def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     if p.dtype == "fp32":
         block = 32 if wide <= 64 else 16
         return [_forward(block, block, 4, 1)]
-    rows = 64 if p.q_bound <= 64 else 128
+    rows = _row_block(p)
     if p.time:
         return _for_chip([_forward(64, 32, 8, 2), _forward(64, 32, 4, 2)], info)
     if wide <= 64:
         found = [_forward(rows, 64, rows // 16, 3), _forward(rows, 128, rows // 16, 2), _forward(64, 64, 4, 3)]
+    elif wide <= 128 and rows == 64:
+        found = [_forward(64, 64, 4, 2), _forward(64, 32, 4, 3, maxnreg=160), _forward(128, 32, 8, 4, maxnreg=128)]
+        found += [_forward(64, 64, 4, 2, PERSISTENT=2), _forward(64, 128, 4, 2), _forward(128, 64, 8, 2)]
     elif wide <= 128:
-        found = [
-            _forward(rows, 32, rows // 16, 4, maxnreg=128),
-            _forward(rows, 32, rows // 16, 3, maxnreg=128),
-            _forward(rows, 64, rows // 16, 2),
-            _forward(rows, 64, rows // 16, 3),
-            _forward(rows, 128, rows // 16, 2),
-            _forward(64, 64, 4, 2),
-            _forward(64, 32, 4, 3, maxnreg=160),
-        ]
+        found = [_forward(128, 32, 8, 4, maxnreg=128), _forward(128, 64, 8, 2), _forward(128, 32, 8, 3, maxnreg=128)]
+        found += [_forward(128, 64, 8, 3), _forward(128, 128, 8, 2), _forward(64, 64, 4, 2), _forward(64, 32, 4, 3, maxnreg=160)]
+        found += [_forward(128, 32, 8, 4, maxnreg=128, PERSISTENT=2), _forward(256, 32, 16, 3, maxnreg=128)]
     else:
         found = [_forward(rows, 32, 8, 2), _forward(64, 64, 8, 2), _forward(64, 32, 4, 2)]
     if p.bias:
@@ -90,7 +92,7 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     wide = max(p.d_pad, p.dv_pad)
     if p.dtype == "fp32":
         return [_config(16, 16 if wide > 64 else 32, 4, 1, PERSISTENT=4 if p.broadcast else 0)]
-    rows = 64 if p.q_bound <= 64 else 128
+    rows = _row_block(p)
     if kernel == "attention.q_resident":
         found = [_config(16, 64, 4, 2), _config(16, 32, 4, 3), _config(16, 128, 8, 2)]
         if p.q_bound > 64:
@@ -100,7 +102,9 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     elif wide <= 64:
         found = [_config(rows, 64, rows // 16, 3), _config(rows, 128, 8, 2), _config(64, 64, 4, 3)]
     elif wide <= 128:
-        found = [_config(rows, 64, rows // 16, 2), _config(64, 64, 4, 2), _config(rows, 32, rows // 16, 3), _config(64, 32, 4, 3)]
+        found = [_config(128, 64, 8, 2), _config(64, 64, 4, 2), _config(128, 32, 8, 3), _config(64, 32, 4, 3), _config(64, 128, 8, 2)]
+        if rows == 64:
+            found = [found[1], found[3], found[0], found[2]]
     else:
         found = [_config(64, 32, 8, 2), _config(64, 32, 4, 2)]
     if p.broadcast:
@@ -129,7 +133,9 @@ def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     elif wide <= 64:
         found = [_config(64, 128, 8, 3), _config(64, 64, 4, 3), _config(128, 64, 8, 2)]
     elif wide <= 128:
-        found = [_config(32, 128, 8, 3), _config(64, 64, 4, 2), _config(64, 128, 8, 2), _config(32, 64, 4, 2)]
+        found = [_config(32, 128, 8, 3), _config(64, 64, 4, 2), _config(64, 128, 8, 2), _config(32, 64, 4, 2), _config(32, 64, 4, 3)]
+        if p.k_bound <= 256 or 0 < p.band <= 512:
+            found = [found[3], found[4], found[1], found[0], found[2]]
     else:
         found = [_config(32, 64, 8, 2), _config(32, 32, 4, 2)]
     return _for_chip(found, info)

@@ -70,17 +70,22 @@ class Plan:
         """No candidates, no bias, and each sample with keys of its own."""
         return not (self.targets or self.bias or self.shared)
 
+    @property
+    def band(self) -> int:
+        """Keys in a row's window, rounded up to a power of two; 0 without a window."""
+        if not self.window:
+            return 0
+        keys = min(self.left, self.k_bound) + (0 if self.causal else min(self.right, self.k_bound)) + 1
+        return 1 << (keys - 1).bit_length()
+
     @functools.cached_property
     def facts(self) -> Facts:
         op = "softmax" if self.softmax else self.activation if isinstance(self.activation, str) else "mixed"
-        return tuple(
-            sorted(
-                {
-                    "op": op, "d": self.d_pad, "dv": self.dv_pad, "dtype": self.dtype, "mask": self.mask, "bias": self.bias, "time": self.time,
-                    "targets": self.targets, "group": self.group, "q": min(self.q_bound, 1 << 16), "k": min(self.k_bound, 1 << 16),
-                }.items()
-            )
-        )  # fmt: skip
+        facts = {
+            "op": op, "dtype": self.dtype, "d": self.d_pad, "dv": self.dv_pad, "group": self.group, "mask": self.mask, "band": self.band,
+            "bias": self.bias, "time": self.time, "targets": self.targets, "q": min(self.q_bound, 1 << 16), "k": min(self.k_bound, 1 << 16),
+        }  # fmt: skip
+        return tuple(sorted(facts.items()))
 
     @functools.cached_property
     def folded_gain(self) -> float:

@@ -22,7 +22,7 @@ from gem_core.testing.sources import ids_of
 from gem_data import ParquetSource, movielens
 from gem_data.commands import register
 from gem_data.inspect import propose
-from gem_data.parquet import SPEC, ParquetConfig
+from gem_data.spec import SPEC, ParquetConfig
 
 DATA = Path(os.environ.get("GEM_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 

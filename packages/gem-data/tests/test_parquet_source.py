@@ -16,7 +16,7 @@ from gem_core.errors import ConfigError, DataError
 from gem_core.sources.hashing import hash_bytes, hash_integers, salt_of
 from gem_core.testing.sources import assert_same_batch, ids_of, source_checks
 from gem_data import ParquetSource
-from gem_data.parquet import SPEC, ParquetConfig
+from gem_data.spec import SPEC, ParquetConfig
 
 FEATURES = Features(
     sample_id="id",

@@ -57,11 +57,11 @@ def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 def is_list(kind: pa.DataType) -> bool:
     """Any of list, large list, fixed-size list, list view, large list view."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or _is_view(kind)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)) or _is_view(kind)
 
 
 def _is_view(kind: pa.DataType) -> bool:
-    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
 def lists(array: pa.Array) -> Lists:
@@ -195,7 +195,7 @@ def booleans(array: pa.Array) -> tuple[Bools, Bools | None]:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _numbers(array: pa.Array, fill: int) -> Array:

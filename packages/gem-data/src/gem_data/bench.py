@@ -107,7 +107,7 @@ class RowByRow(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         ).slice(0, rows)
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return int(self.table.num_rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: torch.tensor(self.table[name][index].as_py()) for name in COLUMNS}

@@ -91,6 +91,12 @@ class Bag:
     offsets: Ints
     values: dict[str, Array | Bag]
 
+    def array(self, key: str) -> Array:
+        """Values that are no Bag."""
+        found = self.values[key]
+        assert isinstance(found, np.ndarray)
+        return found
+
     def take(self, rows: Rows) -> Bag:
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.offsets.size - 1)
@@ -172,19 +178,19 @@ class Block:
 
     def _sparse(self, features: Features) -> SparseGroup:
         bags = [self.bags.get(f"sparse.{name}") for name in features.sparse]
-        values = [self.fixed[f"sparse.{name}"] if bag is None else bag.values["ids"] for name, bag in zip(features.sparse, bags)]
+        values = [self.fixed[f"sparse.{name}"] if bag is None else bag.array("ids") for name, bag in zip(features.sparse, bags)]
         lengths = np.ones((len(bags), self.size), dtype=np.int64)
         for row, bag in zip(lengths, bags):
             if bag is not None:
                 np.subtract(bag.offsets[1:], bag.offsets[:-1], out=row)
         weights = None
         if any(spec.weights is not None for spec in features.sparse.values()):
-            parts = []
+            parts: list[Array] = []
             for (name, spec), bag, ids in zip(features.sparse.items(), bags, values):
                 if spec.weights is None:
                     parts.append(np.ones(len(ids), dtype=np.float32))
                 else:
-                    parts.append(self.fixed[f"sparse.{name}.weights"] if bag is None else bag.values["weights"])
+                    parts.append(self.fixed[f"sparse.{name}.weights"] if bag is None else bag.array("weights"))
             weights = torch.from_numpy(np.concatenate(parts))
         ends = itertools.accumulate((len(v) for v in values), initial=0)
         return SparseGroup(
@@ -198,17 +204,17 @@ class Block:
     def _sequence(self, name: str, features: Features) -> SequenceGroup:
         bag, spec = self.bags[f"sequences.{name}"], features.sequences[name]
         values = {k: _tensor(v) for k, v in bag.values.items() if k in spec.fields}
-        times = None if spec.timestamps is None else torch.from_numpy(bag.values[TIMES])
+        times = None if spec.timestamps is None else torch.from_numpy(bag.array(TIMES))
         return SequenceGroup(torch.from_numpy(bag.offsets), values, times, spec.max_length)
 
 
 def _take_all(values: dict[str, Array | Bag], rows: Rows | Runs, n: int) -> dict[str, Array | Bag]:
     """``n`` rows of everything. The arrays share one buffer: a few large pages cost far less than many small ones."""
-    plain = {k: v for k, v in values.items() if not isinstance(v, Bag)}
     places, end = {}, 0
-    for key, v in plain.items():
-        places[key] = end, end + n * v.itemsize * math.prod(v.shape[1:])
-        end = -(-places[key][1] // 64) * 64
+    for key, array in values.items():
+        if not isinstance(array, Bag):
+            places[key] = end, end + n * array.itemsize * math.prod(array.shape[1:])
+            end = -(-places[key][1] // 64) * 64
     buffer = np.empty(end, dtype=np.uint8)
     found: dict[str, Array | Bag] = {}
     for key, v in values.items():
@@ -217,7 +223,8 @@ def _take_all(values: dict[str, Array | Bag], rows: Rows | Runs, n: int) -> dict
             found[key] = v.take(rows)
             continue
         start, stop = places[key]
-        out = found[key] = buffer[start:stop].view(v.dtype).reshape(n, *v.shape[1:])
+        out: Array = buffer[start:stop].view(v.dtype).reshape(n, *v.shape[1:])
+        found[key] = out
         if isinstance(rows, Runs):
             rows.copy(v, out)
         elif isinstance(rows, slice):
@@ -234,5 +241,5 @@ def _rows(values: Array, rows: Rows) -> Array:
 
 def _tensor(value: Array | Bag) -> Any:
     if isinstance(value, Bag):
-        return Jagged(torch.from_numpy(value.values["ids"]), torch.from_numpy(value.offsets))
+        return Jagged(torch.from_numpy(value.array("ids")), torch.from_numpy(value.offsets))
     return torch.from_numpy(value)

@@ -75,7 +75,7 @@ class Decoder:
             fixed["weights"] = self._weights(chunk, f.weight)
         if f.timestamp is not None:
             site = Site(chunk, f.timestamp, "timestamp")
-            fixed["timestamps"] = values.complete(site, *site.read(arrow.times, chunk.scalar(f.timestamp), f.timestamp_unit), "a timestamp")
+            fixed["timestamps"] = values.complete(site, site.read(arrow.times, chunk.scalar(f.timestamp), f.timestamp_unit), "a timestamp")
         for name in f.columns:
             fixed[f"columns.{name}"] = values.carried(Site(chunk, name, "columns"), chunk.scalar(name))
         if f.sample_id is not None:
@@ -158,7 +158,7 @@ class Decoder:
     @staticmethod
     def _times(chunk: Chunk, spec: Sequence, path: str, items: pa.Array, offsets: Ints) -> Ints:
         site = Site(chunk, spec.timestamps or "", path, (offsets,))
-        found: Ints = values.complete(site, *site.read(arrow.times, items, spec.time_unit), "the time of an event")
+        found: Ints = values.complete(site, site.read(arrow.times, items, spec.time_unit), "the time of an event")
         return found
 
     @staticmethod
@@ -185,7 +185,7 @@ class Decoder:
         for i, (name, spec) in enumerate(specs.items()):
             if spec.mask is not None:
                 at = Site(chunk, spec.mask, f"labels.{name}.mask")
-                masks[:, i] = values.complete(at, *at.read(arrow.booleans, chunk.scalar(spec.mask)), "a mask")
+                masks[:, i] = values.complete(at, at.read(arrow.booleans, chunk.scalar(spec.mask)), "a mask")
             site = Site(chunk, _column(spec, name), f"labels.{name}")
             found[:, i] = values.labels(site, chunk.scalar(site.column), spec.threshold, masks[:, i])
         return found, masks
@@ -201,7 +201,7 @@ def _column(spec: Any, name: str) -> str:
 
 
 def _usable_weights(site: Site, found: Array, missing: NDArray[np.bool_] | None) -> NDArray[np.float32]:
-    found = values.complete(site, found, missing, "a weight")
+    found = values.complete(site, (found, missing), "a weight")
     bad = ~(np.isfinite(found) & (found >= 0))
     if bad.any():
         position = int(np.flatnonzero(bad)[0])

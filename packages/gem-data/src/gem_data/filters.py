@@ -80,8 +80,7 @@ class Filter:
             case ast.UnaryOp(op=ast.Not(), operand=inner):
                 return self._names(inner)
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                name, _, _ = self._comparison(left, op, right)
-                return [name]
+                return [self._comparison(left, op, right)[0]]
             case ast.Name() | ast.Call():
                 name = self._name(node)
                 if name is not None:
@@ -89,9 +88,9 @@ class Filter:
         raise self._refused(f"{ast.unparse(node)!r} is not a comparison of a column with a value")
 
     def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> tuple[str, type, Any]:
-        name = self._name(left)
-        if name is not None:
-            return name, type(op), self._value(right)
+        named = self._name(left)
+        if named is not None:
+            return named, type(op), self._value(right)
         name = self._name(right)
         if name is None or not isinstance(op, tuple(_COMPARE)):
             raise self._refused(f"{ast.unparse(left)!r} is not a column")

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tomli_w
+from numpy.typing import NDArray
 
 from gem_core.config.features import Features
 from gem_core.errors import DataError
@@ -118,13 +119,13 @@ class _Proposal:
         if first is None:
             raise DataError("no column looks like a label", where=where, fix="name it: --label COLUMN (a column of 0 and 1, or graded)")
         column = self._take(first)
-        extra = {} if _binary(column) else {"threshold": float(np.ceil(column.mean))}
+        extra: dict[str, Any] = {} if _binary(column) else {"threshold": float(np.ceil(column.mean))}
         self._label("ctr", column, extra, f"mean {_mean(column):.4f} of {column.rows:,} rows")
         if second is not None:
             self._label("cvr", self._take(second), {"mask": first}, f"mean {_mean(self.columns[second]):.4f}; counts where {first} is 1")
 
     def _label(self, task: str, column: Column, extra: dict[str, Any], seen: str) -> None:
-        spec = {**({} if column.name == task else {"column": column.name}), **extra}
+        spec: dict[str, Any] = {**({} if column.name == task else {"column": column.name}), **extra}
         self.label_sections.append((f"{column.name}: {seen}", {"labels": {task: spec}}))
 
     def _find_special(self) -> None:
@@ -180,12 +181,12 @@ class _Proposal:
     def _find_histories(self) -> list[tuple[str, dict[str, Any]]]:
         """Groups of list columns with the same lengths; a group is a history by its name or its lengths."""
         groups: list[list[Column]] = []
+        found: list[tuple[str, dict[str, Any]]] = []
         for column in [c for c in self._free.values() if c.depth and c.offsets is not None]:
             if column.depth == 1 and column.kind == "float" and column.width is not None:
                 continue
-            same = next((g for g in groups if np.array_equal(g[0].offsets, column.offsets)), None)
+            same = next((g for g in groups if np.array_equal(g[0].ends, column.ends)), None)
             groups.append([column]) if same is None else same.append(column)
-        found = []
         for group in groups:
             ids = [c for c in group if c.kind in ("int", "text", "bool") and not _is_time(c)]
             named = any(_HISTORY.search(c.name.lower()) for c in group)
@@ -196,8 +197,7 @@ class _Proposal:
     def _history(self, group: list[Column], name: str) -> tuple[str, dict[str, Any]]:
         spec: dict[str, Any] = {"fields": {}}
         notes = [f"{', '.join(c.name for c in group)}: {group[0].quantiles()}"]
-        offsets = group[0].offsets
-        assert offsets is not None
+        offsets = group[0].ends
         first = offsets[:-1][np.diff(offsets) > 0]
         for column in group:
             self._take(column.name)
@@ -214,7 +214,7 @@ class _Proposal:
             if column.kind in ("other", "time") or (column.kind == "float" and column.depth == 2 and column.width is None):
                 self.left_out[column.name] = f"type {column.type}"
                 continue
-            field = {"column": column.name}
+            field: dict[str, Any] = {"column": column.name}
             if column.kind == "float":
                 field |= {"kind": "vector", "dim": column.width} if column.depth == 2 else {"kind": "float", **_scale(column)}
                 if column.nulls:
@@ -231,7 +231,7 @@ class _Proposal:
         return "; ".join(notes), {"sequences": {name: spec}}
 
     def _bags(self) -> list[tuple[str, dict[str, Any]]]:
-        found = []
+        found: list[tuple[str, dict[str, Any]]] = []
         for c in list(self._free.values()):
             self._take(c.name)
             if c.depth == 1 and c.kind == "float" and c.width is not None and not c.nulls:
@@ -256,7 +256,7 @@ class _Proposal:
                     spec["table"] = field["table"] = key
                     group.setdefault("target", {})[key] = name
         if self._shared:
-            tables = {"tables": {k: {"rows": r} for k, r in self._shared.items()}}
+            tables: dict[str, Any] = {"tables": {k: {"rows": r} for k, r in self._shared.items()}}
             self.sections.append(("tables that a feature and a history share", tables))
 
 
@@ -306,7 +306,7 @@ def _id_like(c: Column) -> bool:
     if _ID.search(c.name.lower()) or c.distinct <= min(1000, max(20, c.rows // 10)):
         return True
     # Counts and amounts crowd near zero; ids fill their range.
-    return c.distinct > 0.3 * (c.high - c.low + 1) and c.mean > 0.25 * c.high
+    return bool(c.distinct > 0.3 * (c.high - c.low + 1) and c.mean > 0.25 * c.high)
 
 
 def _ids(c: Column) -> dict[str, Any]:
@@ -338,8 +338,9 @@ def _core(name: str) -> str:
     return (core[:-1] if core.endswith("s") and len(core) > 3 else core) or name.lower()
 
 
-def _values(c: Column) -> np.ndarray:
-    return pc.fill_null(c.sample, 0).to_numpy(zero_copy_only=False)
+def _values(c: Column) -> NDArray[Any]:
+    values: NDArray[Any] = pc.fill_null(c.sample, 0).to_numpy(zero_copy_only=False)
+    return values
 
 
 def _merge(into: dict[str, Any], part: dict[str, Any]) -> None:

@@ -299,7 +299,7 @@ def _padded(values: Array, offsets: Array) -> bool:
 
 
 def _is_ids(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or (pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
+    return bool(pa.types.is_integer(kind) or (pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)))
 
 
 def _top(column: pa.ChunkedArray) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gem_core.batch import Batch
-from gem_core.config.features import Features
+from gem_core.config.features import Dense, Features, Ids
 from gem_core.errors import ConfigError, DataError
-from gem_core.hookspecs import SourceSpec
 from gem_core.sources.hashing import GOLDEN, key_of, mix64, mix64_
 from gem_core.sources.order import Cursor, Plan, Span
 from gem_data import quarantine
 from gem_data.arrow import Ints
 from gem_data.block import Block
 from gem_data.columns import Chunk, locate
-from gem_data.config import ParquetConfig
 from gem_data.decode import Decoder
 from gem_data.files import DataFile, Path, Reader, find_files
 from gem_data.filters import Filter
@@ -193,7 +191,7 @@ class ParquetSource:
 
     def _check_quarantine(self) -> None:
         f = self.features
-        kinds = [*f.dense.items(), *f.id_features().items()]
+        kinds: list[tuple[str, Dense | Ids]] = [*f.dense.items(), *f.id_features().items()]
         using = [name for name, spec in kinds if spec.policy == "quarantine"]
         using += [
             n for g in f.sequences.values() for n, field in g.fields.items() if field.kind == "float" and field.policy == "quarantine"
@@ -222,7 +220,7 @@ class ParquetSource:
                 held, start = [], at
         return windows
 
-    def _batches(self, epoch: int, plan: Plan, first: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, plan: Plan, first: int) -> Generator[Batch, None, None]:
         windows = self._windows(epoch)
         rank = self._cursor.rank
         steps = (plan.read(rank, step) for step in range(first, plan.steps))
@@ -236,7 +234,7 @@ class ParquetSource:
             else:
                 make.close()
 
-    def _decoded(self, windows: list[Window], epoch: int) -> Iterator[tuple[Window, Block, Ints | None]]:
+    def _decoded(self, windows: list[Window], epoch: int) -> Generator[tuple[Window, Block, Ints | None], None, None]:
         reader = Reader()
         try:
             for window in windows:
@@ -302,34 +300,3 @@ def _permutation(n: int, key: int) -> Ints:
     """Seeded permutation, the same on every machine and in every version of NumPy."""
     mixed = mix64_(np.arange(n, dtype=np.uint64) * GOLDEN ^ np.uint64(key))
     return np.argsort(mixed, kind="stable")
-
-
-def build_parquet(
-    config: ParquetConfig,
-    features: Features,
-    *,
-    split: str,
-    batch_size: int,
-    shard: tuple[int, int] = (0, 1),
-    seed: int = 0,
-    drop_last: bool = False,
-) -> ParquetSource:
-    rank, world_size = shard
-    return ParquetSource(
-        config.paths(split),
-        features,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        shuffle=config.shuffle and split == "train",
-        drop_last=drop_last,
-        window=config.window,
-        filter=config.filter(split),
-        prefetch=config.prefetch,
-        quarantine=config.quarantine,
-        root=config.root,
-    )
-
-
-SPEC = SourceSpec("parquet", ParquetConfig, build_parquet)

@@ -17,7 +17,7 @@ class Plugin:
 
     @hookimpl
     def gem_sources(self) -> list[SourceSpec]:
-        from gem_data.parquet import SPEC
+        from gem_data.spec import SPEC
 
         return [SPEC]
 

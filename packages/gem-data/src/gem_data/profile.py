@@ -39,8 +39,13 @@ class Column:
     sample: pa.Array = field(default_factory=lambda: pa.array([]))
 
     @property
+    def ends(self) -> Ints:
+        """The offsets; of no row for a column of single values."""
+        return np.zeros(1, dtype=np.int64) if self.offsets is None else self.offsets
+
+    @property
     def lengths(self) -> Ints:
-        return np.diff(self.offsets) if self.offsets is not None else np.zeros(0, dtype=np.int64)
+        return np.diff(self.ends)
 
     def quantiles(self) -> str:
         n = self.lengths

@@ -86,6 +86,7 @@ def _in_table(site: Site, values: Ints, missing: Bools | None, spec: Ids, rows: 
     if spec.policy == "clip":
         return values.clip(0, rows - 1)
     if spec.policy == "default":
+        assert spec.default is not None  # decode._check_ids
         return np.where(bad, spec.default, values)
     largest = int(values.max())
     fix = f'rows = {largest + 1} fits this row group; or hash = true; or policy = "clip", "default" or "quarantine"'
@@ -154,7 +155,8 @@ def vectors(site: Site, array: pa.Array, dim: int) -> NDArray[np.float32]:
     bad = ~np.isfinite(values) if missing is None else missing | ~np.isfinite(values)
     if bad.any():
         site.fail("a vector holds a null, NaN or infinite number", "fill or remove such vectors", int(np.flatnonzero(bad)[0]) // dim)
-    return values.astype(np.float32).reshape(-1, dim)
+    matrix: NDArray[np.float32] = values.astype(np.float32).reshape(-1, dim)
+    return matrix
 
 
 def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) -> NDArray[np.float32]:
@@ -168,7 +170,8 @@ def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) 
         )
     values = np.where(counts, values, 0.0)
     if threshold is not None:
-        return (values >= threshold).astype(np.float32) * counts.astype(np.float32)
+        above: NDArray[np.float32] = ((values >= threshold) & counts).astype(np.float32)
+        return above
     bad = ~((values >= 0) & (values <= 1))
     if bad.any():
         position = int(np.flatnonzero(bad)[0])
@@ -176,8 +179,9 @@ def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) 
     return values.astype(np.float32)
 
 
-def complete(site: Site, values: Array, missing: Bools | None, what: str) -> Array:
-    """``values``, or an error if any is null."""
+def complete(site: Site, found: tuple[Array, Bools | None], what: str) -> Array:
+    """Values and null mask as `arrow` gives them: the values, or an error if any is null."""
+    values, missing = found
     if missing is not None:
         site.fail(f"{what} is null", "fill the column or remove the row", int(np.flatnonzero(missing)[0]))
     return values
@@ -197,16 +201,16 @@ def carried(site: Site, array: pa.Array) -> Array:
     else:
         hashed, missing = site.read(arrow.hashes, array, 0)
         values = hashed.view(np.int64)
-    return complete(site, values, missing, "a value")
+    return complete(site, (values, missing), "a value")
 
 
 def sample_ids(site: Site, array: pa.Array) -> Array:
     """int64 ``[n]``, or text as an object array."""
     if pa.types.is_integer(array.type):
-        return complete(site, *site.read(arrow.integers, array), "a sample id")
+        return complete(site, site.read(arrow.integers, array), "a sample id")
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
         site.chunk.wrong_type(
             site.column, WrongType(array.type, "integers or text", "use an integer or text column as sample_id"), site.feature
         )
     missing = arrow.nulls(array) if array.null_count else None
-    return complete(site, array.to_numpy(zero_copy_only=False), missing, "a sample id")
+    return complete(site, (array.to_numpy(zero_copy_only=False), missing), "a sample id")

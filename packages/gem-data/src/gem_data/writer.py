@@ -40,7 +40,8 @@ def write_parquet(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> 
 
 def features_toml(features: Features) -> dict[str, Any]:
     """The ``[features]`` table without what is left at its default."""
-    return _plain(features.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+    table: dict[str, Any] = features.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    return table
 
 
 def config_toml(name: str, features: Features, splits: dict[str, str], group: str | None) -> str:
@@ -62,9 +63,3 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DataError(f"the file cannot be written: {error}", where=str(path), fix="free space, or choose another folder") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

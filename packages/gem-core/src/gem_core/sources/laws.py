@@ -14,6 +14,7 @@ from gem_core.config.base import FrozenConfig
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class _Law(FrozenConfig):
@@ -39,7 +40,8 @@ class UniformLaw(_Law):
             (round((2 * self.sparsity - 1) * self.max), self.max) if self.sparsity >= 0.5 else (1, round(2 * self.sparsity * self.max))
         )
         low, high = max(1, low), max(1, high)
-        return np.minimum(low + np.floor(u * (high - low + 1)), high).astype(np.int64)
+        lengths: Ints = np.minimum(low + np.floor(u * (high - low + 1)), high).astype(np.int64)
+        return lengths
 
 
 class ZipfLaw(_Law):
@@ -50,7 +52,8 @@ class ZipfLaw(_Law):
 
     def quantile(self, u: Floats) -> Ints:
         cumulative = np.cumsum(np.arange(1, self.max + 1, dtype=np.float64) ** -self.alpha)
-        return np.searchsorted(cumulative, u * cumulative[-1]).clip(max=self.max - 1) + 1
+        lengths: Ints = np.searchsorted(cumulative, u * cumulative[-1]).clip(max=self.max - 1) + 1
+        return lengths
 
 
 class LognormalLaw(_Law):

@@ -43,22 +43,28 @@ _LUT = 1 << 16
 class World(Protocol):
     """The options that shape the log (`synthetic.SyntheticConfig`)."""
 
-    seed: int
-    users: int
-    categories: int
-    items_per_category: int
-    advertisers: int
-    days: int
-    start: int
-    ctr: float
-    cvr: float
-
+    @property
+    def seed(self) -> int: ...
+    @property
+    def users(self) -> int: ...
+    @property
+    def categories(self) -> int: ...
+    @property
+    def items_per_category(self) -> int: ...
+    @property
+    def advertisers(self) -> int: ...
+    @property
+    def days(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def ctr(self) -> float: ...
+    @property
+    def cvr(self) -> float: ...
     @property
     def max_history(self) -> int: ...
-
     @property
     def total(self) -> int: ...
-
     def user_lengths(self, u: Floats) -> Ints: ...
 
 
@@ -119,7 +125,7 @@ class PlantedLog:
         self._rank_lut = _zipf_lut(world.items_per_category, 1.0)
         n_items = world.categories * world.items_per_category
         self._keys = {name: np.uint64(mix64(key_of(world.seed) ^ i)) for i, name in enumerate(_STREAMS)}
-        sizes = {
+        sizes: dict[str, tuple[float, ...]] = {
             "category": (0.35, world.categories),
             "advertiser": (0.40, world.advertisers),
             "item": (0.10, n_items),
@@ -130,7 +136,7 @@ class PlantedLog:
             "advertiser_cvr": (0.40, world.advertisers),
             "price": (1.0, n_items),
         }
-        self._of = {name: std * self._normals(i, shape) for i, (name, (std, *shape)) in enumerate(sizes.items())}
+        self._of = {name: std * self._normals(i, tuple(map(int, shape))) for i, (name, (std, *shape)) in enumerate(sizes.items())}
         self._advertiser_of = (_uniform(self._hash("tables", np.arange(n_items), 2 * len(sizes))) * world.advertisers).astype(np.int64)
         self._decay = 0.5 ** (np.arange(MEMORY) / HALF_LIFE)
         self._action_weight = np.array([0.7, 1.0, 1.3])
@@ -156,7 +162,7 @@ class PlantedLog:
             mix64_(x)
         return x
 
-    def _normals(self, number: int, shape: list[int]) -> Floats:
+    def _normals(self, number: int, shape: tuple[int, ...]) -> Floats:
         """Table ``number`` of standard normals, scaled to mean 0 and deviation 1 exactly, so that every seed's log is about as hard.
 
         From counters, because NumPy's generators may change between versions.
@@ -164,7 +170,8 @@ class PlantedLog:
         n = math.prod(shape)
         u, v = (_uniform(self._hash("tables", np.arange(n), 2 * number + half)) for half in (0, 1))
         x = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
-        return ((x - x.mean()) / x.std()).reshape(shape)
+        table: Floats = ((x - x.mean()) / x.std()).reshape(shape)
+        return table
 
     # --- users ---------------------------------------------------------------------------------------------------------------------
 
@@ -291,8 +298,8 @@ class PlantedLog:
         purchases = np.bincount(row, decay * same * (action == PURCHASE), n) / mass
         hit = np.flatnonzero(events.item[at] == item[row])
         viewed = action[hit] == VIEW
-        same_viewed = np.bincount(row[hit], decay[hit] * viewed, n)
-        same_clicked = np.bincount(row[hit], decay[hit] * ~viewed, n)
+        same_viewed = np.bincount(row[hit], decay[hit] * viewed, n).astype(np.float64)
+        same_clicked = np.bincount(row[hit], decay[hit] * ~viewed, n).astype(np.float64)
         return affinity, purchases, same_viewed, same_clicked
 
 

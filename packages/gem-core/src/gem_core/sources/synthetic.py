@@ -17,7 +17,7 @@ from gem_core.errors import ConfigError
 from gem_core.hookspecs import SourceSpec
 from gem_core.sources import planted
 from gem_core.sources.contract import TRUE_PROBABILITY
-from gem_core.sources.laws import Floats, Ints, LengthLaw, LognormalLaw
+from gem_core.sources.laws import Bools, Floats, Ints, LengthLaw, LognormalLaw
 from gem_core.sources.order import Cursor
 from gem_core.sources.planted import PlantedLog, Samples
 from gem_core.sources.shuffle import Shuffle
@@ -194,7 +194,8 @@ def _mask(samples: Samples, label: Label) -> np.ndarray:
 
 def _history(samples: Samples, spec: Sequence) -> SequenceGroup:
     events = samples.events
-    offsets, keep = events.offsets, slice(None)
+    offsets = events.offsets
+    keep: slice | Bools = slice(None)
     lengths = np.diff(offsets)
     if lengths.size and int(lengths.max()) > spec.max_length:
         kept = np.minimum(lengths, spec.max_length)

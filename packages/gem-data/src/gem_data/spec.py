@@ -1,0 +1,45 @@
+"""The source that gem-data offers; pyarrow is imported when one is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gem_core.config.features import Features
+from gem_core.hookspecs import SourceSpec
+from gem_data.config import ParquetConfig
+
+if TYPE_CHECKING:
+    from gem_data.parquet import ParquetSource
+
+
+def build_parquet(
+    config: ParquetConfig,
+    features: Features,
+    *,
+    split: str,
+    batch_size: int,
+    shard: tuple[int, int] = (0, 1),
+    seed: int = 0,
+    drop_last: bool = False,
+) -> ParquetSource:
+    from gem_data.parquet import ParquetSource
+
+    rank, world_size = shard
+    return ParquetSource(
+        config.paths(split),
+        features,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        shuffle=config.shuffle and split == "train",
+        drop_last=drop_last,
+        window=config.window,
+        filter=config.filter(split),
+        prefetch=config.prefetch,
+        quarantine=config.quarantine,
+        root=config.root,
+    )
+
+
+SPEC = SourceSpec("parquet", ParquetConfig, build_parquet)

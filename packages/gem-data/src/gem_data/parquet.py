@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -127,10 +128,10 @@ class ParquetSource:
                 batches.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._identity(), **self._cursor.state_dict()}
+        return {**self._identity, **self._cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, now in self._identity().items():
+        for key, now in self._identity.items():
             if state[key] != now:
                 raise DataError(
                     f"the stored position belongs to another reading: {key} was {state[key]!r}, now it is {now!r}",
@@ -144,6 +145,7 @@ class ParquetSource:
     def _filter_columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for f in self._filters for name in f.columns))
 
+    @cached_property
     def _identity(self) -> dict[str, Any]:
         """What a position means nothing without."""
         digest = hashlib.sha256()

@@ -123,6 +123,7 @@ class SyntheticSource:
         self.config = config
         self.features = _checked(features, synthetic_features(config))
         self.log = PlantedLog(config)
+        self._identity = {"seed": seed, "log": config.model_dump(mode="json")}
         self.seed = seed
         self.shuffled = split == "train"
         self._first, stop = config.split(split)
@@ -139,15 +140,14 @@ class SyntheticSource:
             yield to_batch(self.log.samples(positions + self._first), self.features)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "log": self.config.model_dump(mode="json"), **self._cursor.state_dict()}
+        return {**self._identity, **self._cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        stored = {"[run] seed": state["seed"], "[data.synthetic]": state["log"]}
-        for where, now in {"[run] seed": self.seed, "[data.synthetic]": self.config.model_dump(mode="json")}.items():
-            if stored[where] != now:
+        for key, where in {"seed": "[run] seed", "log": "[data.synthetic]"}.items():
+            if state[key] != self._identity[key]:
                 raise ConfigError(
                     "the stored position belongs to another synthetic log",
-                    where=f"{where}: stored {stored[where]}, now {now}",
+                    where=f"{where}: stored {state[key]}, now {self._identity[key]}",
                     fix="resume with the options of the stored run, or start a new run",
                 )
         self._cursor.load_state_dict(state)

@@ -1,9 +1,22 @@
 import pytest
 
-from gem_core.model.config import DinConfig, GemConfig
+from gem_core.model import builtin_specs
+from gem_core.model.classic import Dcn, Dlrm, WukongModel
+from gem_core.model.config import (
+    DcnConfig,
+    DinConfig,
+    DlrmConfig,
+    GemConfig,
+    HstuConfig,
+    InterFormerConfig,
+    SasRecConfig,
+    WukongModelConfig,
+)
 from gem_core.model.din import Din
 from gem_core.model.gem import Gem
-from gem_core.testing.models import ModelConformance
+from gem_core.model.interformer import InterFormer
+from gem_core.model.sequential import Hstu, SasRec
+from gem_core.testing.models import ModelConformance, random_batch, sample_features
 
 TOWER = {"dim": 16, "heads": 2, "event": {"time_buckets": 8, "positions": 4}}
 EVERYTHING = {
@@ -52,6 +65,13 @@ class TestGemBlock(ModelConformance):
         return Gem(GemConfig.model_validate({"dim": 8, "embedding_dim": 8, "sequence": sequence}), features)
 
 
+class TestGemKunlun(ModelConformance):
+    def build(self, features):
+        sequence = {**TOWER, "attention": "window", "window": 3, "rotary": "time", "pooling": {"seeds": 6, "tokens": 3, "kron": 2}}
+        options = {"dim": 8, "embedding_dim": 8, "layers": 3, "comp_skip": True, "sequence": sequence}
+        return Gem(GemConfig.model_validate(options), features)
+
+
 class TestGemWithoutSequence(ModelConformance):
     def build(self, features):
         return Gem(GemConfig.model_validate({"dim": 8, "embedding_dim": 8, "sequence": False}), features)
@@ -67,11 +87,52 @@ class TestDinSoftmaxPrelu(ModelConformance):
         return Din(DinConfig(embedding_dim=8, softmax=True, attention_activation="prelu", activation="prelu"), features)
 
 
-@pytest.mark.parametrize("name", ["gem", "din"])
-def test_registered(name):
-    from gem_core.model import builtin_specs
-    from gem_core.testing.models import random_batch, sample_features
+class TestDlrm(ModelConformance):
+    def build(self, features):
+        return Dlrm(DlrmConfig(embedding_dim=8), features)
 
+
+class TestDcnParallel(ModelConformance):
+    def build(self, features):
+        return Dcn(DcnConfig(embedding_dim=8, layers=2), features)
+
+
+class TestDcnStacked(ModelConformance):
+    def build(self, features):
+        return Dcn(DcnConfig(embedding_dim=8, layers=2, rank=4, structure="stacked", history="sum"), features)
+
+
+class TestWukong(ModelConformance):
+    def build(self, features):
+        return WukongModel(WukongModelConfig(embedding_dim=8, dim=8, layers=2), features)
+
+
+class TestInterFormer(ModelConformance):
+    def build(self, features):
+        return InterFormer(InterFormerConfig(embedding_dim=8, dim=16, positions=3), features)
+
+
+class TestSasRec(ModelConformance):
+    def build(self, features):
+        return SasRec(SasRecConfig(embedding_dim=8, dim=16, ffn=32, dropout=0.0), features)
+
+
+class TestHstu(ModelConformance):
+    def build(self, features):
+        return Hstu(HstuConfig(embedding_dim=8, dim=16, qk_dim=6, v_dim=8, scale_length=16), features)
+
+
+class TestHstuEverything(ModelConformance):
+    def build(self, features):
+        options = {"convention": "production", "alpha": 0.5, "position_bias": 4, "time_bias": 6, "max_attention": 3, "positions": 4}
+        return Hstu(HstuConfig(embedding_dim=8, dim=16, qk_dim=8, v_dim=8, scale_length=16, **options), features)
+
+
+NAMES = ["gem", "din", "dlrm", "dcnv2", "wukong", "interformer", "sasrec", "hstu"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_registered(name):
     spec = next(s for s in builtin_specs() if s.name == name)
     model = spec.build(spec.config_type(), sample_features())
     assert model(random_batch(sample_features(), 3)).task_names == ("ctr", "cvr")

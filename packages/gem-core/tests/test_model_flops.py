@@ -5,10 +5,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem_core.errors import ConfigError
-from gem_core.model.config import DinConfig, GemConfig
+from gem_core.model import builtin_specs
+from gem_core.model.classic import Dcn, Dlrm, WukongModel
+from gem_core.model.config import DcnConfig, DinConfig, DlrmConfig, GemConfig, HstuConfig, SasRecConfig, WukongModelConfig
 from gem_core.model.din import Din
 from gem_core.model.gem import Gem
 from gem_core.model.presets import PRESETS, counts, dense_parameters, find, preset
+from gem_core.model.sequential import Hstu, SasRec
 from gem_core.testing.models import random_batch, sample_features
 
 LENGTHS = [3, 0, 7, 12, 1]
@@ -33,6 +36,8 @@ def counted(model, batch):
 @pytest.mark.parametrize(
     "options",
     [
+        {"sequence": {**TOWER, "pooling": {"seeds": 6, "tokens": 3, "kron": 2}}, "comp_skip": True, "layers": 3},
+        {"sequence": {**TOWER, "event": {"combine": "masknet", "compare": True}}},
         {"sequence": TOWER},
         {"sequence": False},
         {"sequence": {**TOWER, "pffn": {"kind": "norm_gdpa"}, "attention": ["block", "window"], "block": 4, "window": 2}},
@@ -63,6 +68,75 @@ def test_din_flops_are_what_runs():
     weighted_sums = 2 * sum(LENGTHS) * width  # elementwise in torch, hence not seen by its counter
     assert flops.forward == counted(model, batch) + weighted_sums
     assert flops.parts["attention"] == sum(LENGTHS) * (2 * 4 * width * 64 + 2 * 64) + weighted_sums
+
+
+OTHERS = {
+    "dlrm": {"embedding_dim": 8},
+    "dcnv2": {"embedding_dim": 8, "rank": 3},
+    "wukong": {"embedding_dim": 8, "dim": 8, "history": "sum"},
+    "interformer": {"embedding_dim": 8, "dim": 16},
+    "sasrec": {"embedding_dim": 8, "dim": 16},
+    "hstu": {"embedding_dim": 8, "dim": 16, "qk_dim": 6, "v_dim": 10, "max_attention": 3, "time_bias": 4},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_flops_of_the_other_models_are_what_runs(name):
+    features = sample_features()
+    spec = next(s for s in builtin_specs() if s.name == name)
+    model = spec.build(spec.config_type.model_validate(OTHERS[name]), features)
+    batch = random_batch(features, 5, lengths=LENGTHS)
+    flops = model.count_flops({"history": torch.tensor(LENGTHS)}, 5)
+    elementwise = 2 * 5 * 2 * 16 if name == "sasrec" else 0  # the products of states and candidates, a sum in torch
+    assert flops.forward == counted(model, batch) + elementwise
+    assert sum(model.flops(batch).values()) == flops.training
+
+
+def test_hand_counts_of_the_other_models():
+    """Parameters and FLOPs written out. 5 samples, 6 feature tokens and 1 pooled history; an event has 8 + 8 + 8 + 1 + 5 numbers."""
+    features, lengths, b, event = sample_features(), {"history": torch.tensor(LENGTHS)}, 5, 30
+    events = sum(LENGTHS)
+
+    def dense(model):
+        return sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
+
+    tokens = 2 * 64 + 64 + 64 * 8 + 8 + 6 * 8 + 8 + event * 8 + 8  # dense MLP, vector, event map
+    tokens_flops = b * 2 * (2 * 64 + 64 * 8 + 6 * 8) + events * 2 * event * 8
+
+    dlrm = Dlrm(DlrmConfig(embedding_dim=8, top=(10,)), features)
+    pairs = 7 * 6 // 2
+    assert dense(dlrm) == tokens + 2 * ((pairs + 8) * 10 + 10 + 10 + 1)
+    assert dlrm.count_flops(lengths, b).forward == tokens_flops + b * (2 * 49 * 8 + 2 * 2 * ((pairs + 8) * 10 + 10))
+
+    width = 4 * 8 + 6 + 2 + event
+    dcn = Dcn(DcnConfig(embedding_dim=8, layers=2, rank=3, deep=(10,)), features)
+    assert dense(dcn) == 2 * (2 * 3 * width + width) + width * 10 + 10 + (width + 10) * 2 + 2
+    assert dcn.count_flops(lengths, b).forward == b * 2 * (2 * 2 * 3 * width + width * 10 + (width + 10) * 2)
+
+    options = {"embedding_dim": 8, "dim": 8, "layers": 1, "tokens": 4, "wukong": {"rank": 2, "hidden": 9}, "head": {"hidden": []}}
+    wukong = WukongModel(WukongModelConfig.model_validate(options), features)
+    layer = 7 * 2 + 2 * 14 + (14 * 9 + 9 + 9 * 16 + 16) + 2 * 7 + 4 * 7 + 2 * 8
+    assert dense(wukong) == tokens + layer + 2 * (32 + 1)
+    fm = 2 * (2 * 7 * 2 * 8) + 2 * (14 * 9 + 9 * 16)
+    assert wukong.count_flops(lengths, b).forward == tokens_flops + b * (fm + 2 * 2 * 7 * 8 + 2 * 4 * 7 * 8 + 2 * 2 * 32)
+
+    pairs = sum(n * (n + 1) // 2 for n in LENGTHS)
+    sasrec = SasRec(SasRecConfig(embedding_dim=8, dim=16, layers=1, ffn=20, positions=5), features)
+    block = (16 * 48 + 48) + (16 * 16 + 16) + (16 * 20 + 20 + 20 * 16 + 16)
+    assert dense(sasrec) == (8 + 1 + 5) + (event * 16 + 16) + 6 * 16 + block + 2 * 16 + 16 + (16 * 32 + 32) + 2
+    flops = (events + b) * 2 * event * 16 + events * 2 * (16 * 48 + 16 * 16 + 2 * 16 * 20) + 4 * 16 * pairs + b * 2 * (16 * 32 + 32)
+    assert sasrec.count_flops(lengths, b).forward == flops
+
+    hstu = Hstu(HstuConfig(embedding_dim=8, dim=16, layers=1, heads=2, qk_dim=3, v_dim=5, hidden=(7,)), features)
+    context = 2 * 64 + 64 + 64 * 16 + 16 + 2 * (8 * 16 + 16) + 6 * 16 + 16  # user, tags: width 8; vector: 6
+    assert dense(hstu) == context + (8 + 1 + 5) + (event * 16 + 16) + (16 * 32 + 32) + (10 * 16 + 16) + 2 * (16 * 7 + 7 + 7 + 1)
+    rows = events + 5 * b  # four context rows and the candidate
+    seen = sum((n + 4) * 4 + 4 * n + n * (n + 1) // 2 + n + 5 for n in LENGTHS)
+    own = b * 2 * (2 * 64 + 64 * 16 + 2 * 8 * 16 + 6 * 16) + (events + b) * 2 * event * 16
+    attention = 2 * 2 * (3 + 5) * seen
+    assert hstu.count_flops(lengths, b).attention == {"attention": attention}
+    assert hstu.count_flops(lengths, b).forward == own + rows * 2 * (16 * 32 + 10 * 16) + attention + b * 2 * 2 * (16 * 7 + 7)
+    assert hstu.count_flops(lengths, b).attention_backward == {"attention": 2 * 2 * (3 * 3 + 2 * 5) * seen}
 
 
 def test_hand_count_of_one_layer():

@@ -9,6 +9,7 @@ from gem_core.model.config import (
     CrossConfig,
     DotConfig,
     HeadConfig,
+    HstuConfig,
     InteractionConfig,
     PffnConfig,
     PoolingConfig,
@@ -18,10 +19,12 @@ from gem_core.model.config import (
 from gem_core.model.experts import SummedExperts
 from gem_core.model.heads import Heads
 from gem_core.model.interaction import Cross, Dot, FactorizationMachine, Wukong
-from gem_core.model.layers import FeedForward, Gate, NormLinear, TokenMix
-from gem_core.model.pooling import Pooling, SeedPooling
+from gem_core.model.interformer import GeneratedFfn
+from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix
+from gem_core.model.pooling import Pooling, SeedPooling, SumKron
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles, rotate
+from gem_core.model.sequential import HstuLayer
 
 LENGTHS = [3, 0, 1, 5]
 DIM, HEADS, WIDTH, TOKENS, TOKEN_DIM = 8, 2, 4, 3, 6
@@ -142,6 +145,54 @@ def test_seed_pooling_formula_and_empty_history():
     assert torch.allclose(out[3], o @ pool.out.weight.T + pool.out.bias)
 
 
+def test_sum_kron_formula():
+    h = randn(3, 5, 4)
+    kron = SumKron(5, 2, 4, 6, terms=3).double()
+    z, w = kron.mix.weight.view(2, 3, 5), kron.map.weight.view(6, 3, 4)
+    expected = sum(torch.stack([z[:, i] @ hb @ w[:, i].T for hb in h]) for i in range(3))
+    assert torch.allclose(kron(h), expected + kron.map.bias)
+
+
+def test_generated_ffn_formula():
+    rows = layout()
+    s, x = randn(rows.count, DIM), randn(4, TOKENS, DIM, seed=1)
+    ffn = GeneratedFfn(TOKENS, DIM).double()
+    for b, out in enumerate(ffn(s, x, rows).split(LENGTHS)):
+        part = s[rows.offsets[b] : rows.offsets[b + 1]]
+        assert torch.allclose(out, part + DIM**-0.5 * part @ (ffn.generate.weight @ x[b]))
+
+
+def test_mask_net_formula():
+    s = randn(4, 5)
+    net = MaskNet(5, 3).double()
+    up, down = net.mask.layers
+    mask = (s @ up.weight.T + up.bias).relu() @ down.weight.T + down.bias
+    assert torch.allclose(net(s), (s * mask) @ net.map.weight.T + net.map.bias)
+
+
+@pytest.mark.parametrize("convention", ["research", "production"])
+def test_hstu_layer_formula(convention):
+    rows = layout([0, 6], candidate=True)
+    s = randn(rows.count, DIM)
+    biases = {"position_bias": 2, "time_bias": 3, "max_attention": 2}
+    config = HstuConfig(dim=DIM, heads=2, qk_dim=3, v_dim=5, convention=convention, alpha=0.7, **biases)
+    layer = HstuLayer(config, 20).double()
+    times = torch.tensor([9, 0, 1, 3, 50, 51, 52, 60])
+    edges = torch.tensor([2, 40])
+    part = slice(1, 8)
+    out = layer(s, rows, times, edges)[part]
+    mixed = layer_norm(s[part]) @ layer.uvqk.linear.weight.T + layer.uvqk.linear.bias
+    u, v, q, k = (nn.functional.silu(mixed) if convention == "research" else mixed).split([10, 10, 6, 6], 1)
+    u = nn.functional.silu(u) if convention == "production" else u
+    i, j = torch.arange(7).unsqueeze(1), torch.arange(7)
+    t = times[part]
+    bias = layer.position[:, (j - i).clamp(-2, 2) + 2] + layer.time[:, torch.bucketize((t - t.unsqueeze(1)).abs(), edges, right=True)]
+    scores = 0.7 * torch.einsum("qhd,khd->hqk", q.view(7, 2, 3), k.view(7, 2, 3)) + bias
+    seen = (j <= i) & (i - j <= 2)
+    o = torch.einsum("hqk,khd->qhd", nn.functional.silu(scores) * seen / 20, v.view(7, 2, 5)).flatten(1)
+    assert torch.allclose(out, s[part] + (layer_norm(o) * u) @ layer.out.weight.T + layer.out.bias, atol=1e-6)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_factorization_machine_formula(rank):
     x = randn(3, 5, 4)
@@ -174,7 +225,7 @@ def test_cross_formula(rank):
     x = randn(3, 2, 4)
     cross = Cross(2, 3, 4, CrossConfig(layers=2, rank=rank)).double()
     x0 = y = x.flatten(1)
-    for layer in cross.layers:
+    for layer in cross.cross.layers:
         w, b = (layer.weight, layer.bias) if rank is None else (layer[1].weight @ layer[0].weight, layer[1].bias)
         y = x0 * (y @ w.T + b) + y
     assert torch.allclose(cross(x), (y @ cross.map.weight.T + cross.map.bias).view(3, 3, 4))
@@ -288,6 +339,7 @@ PARTS = {
     "mix": lambda: TokenMix(3, 2),
     "wukong": lambda: Wukong(3, 4, 2, WukongConfig(rank=2, hidden=3)),
     "wukong full": lambda: Wukong(3, 4, 2, WukongConfig(rank=0, hidden=3)),
+    "sum kron": lambda: SumKron(3, 2, 2, 3, terms=2),
     "cross": lambda: Cross(3, 2, 2),
     "dot": lambda: Dot(3, 2, 2, DotConfig(hidden=3)),
     "experts": lambda: SummedExperts(

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gem_core.hookspecs import ModelSpec
 
 _LAZY = {
-    "DinConfig": "gem_core.model.din",
+    "DinConfig": "gem_core.model.config",
     "GemConfig": "gem_core.model.config",
     "LocalTables": "gem_core.model.tables",
     "Lookup": "gem_core.model.contract",
@@ -30,11 +30,23 @@ __all__ = ["builtin_specs", *_LAZY]
 def builtin_specs() -> list[ModelSpec]:
     """The models of the core."""
     from gem_core.hookspecs import ModelSpec
-    from gem_core.model.config import DinConfig, GemConfig
+    from gem_core.model import config
+
+    def spec(name: str, options: type, module: str, model: str) -> ModelSpec:
+        def build(chosen: Any, features: Any) -> Any:
+            return getattr(importlib.import_module(f"gem_core.model.{module}"), model)(chosen, features)
+
+        return ModelSpec(name, options, build)
 
     return [
-        ModelSpec("gem", GemConfig, lambda config, features: importlib.import_module("gem_core.model.gem").Gem(config, features)),
-        ModelSpec("din", DinConfig, lambda config, features: importlib.import_module("gem_core.model.din").Din(config, features)),
+        spec("gem", config.GemConfig, "gem", "Gem"),
+        spec("din", config.DinConfig, "din", "Din"),
+        spec("dlrm", config.DlrmConfig, "classic", "Dlrm"),
+        spec("dcnv2", config.DcnConfig, "classic", "Dcn"),
+        spec("wukong", config.WukongModelConfig, "classic", "WukongModel"),
+        spec("interformer", config.InterFormerConfig, "interformer", "InterFormer"),
+        spec("sasrec", config.SasRecConfig, "sequential", "SasRec"),
+        spec("hstu", config.HstuConfig, "sequential", "Hstu"),
     ]
 
 

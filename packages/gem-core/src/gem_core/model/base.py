@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from gem_core import ops
 from gem_core.batch import Batch
 from gem_core.config.features import Features
 from gem_core.errors import BatchError, ConfigError
+from gem_core.model.config import TableOptions
 from gem_core.model.contract import ModelOutput, TableSet
 from gem_core.model.embedding import Embedded, EventFields, dense_columns, sample_vector
 from gem_core.model.flops import ModelFlops, history_lengths
@@ -21,30 +22,22 @@ from gem_core.model.tables import LocalTables, sequence_of, sparse_group, table_
 class RankingModel(nn.Module):
     """A model that scores one candidate a sample: ``forward(batch) -> ModelOutput`` with logits ``[B, T]`` of the declared labels.
 
-    ``tables`` may be replaced by what a sparse strategy built from ``table_set``. Without ``histories`` only the tables of sample-level
-    features are there. A subclass writes `score` and `count_flops`.
+    ``tables`` may be replaced by what a sparse strategy built from ``table_set``. ``reads(path)`` says which id features the model reads
+    (None: all); tables that none of them reads are not there. A subclass writes `score` and `count_flops`.
 
     :raises ConfigError: features without a label.
     """
 
-    def __init__(
-        self,
-        features: Features,
-        embedding_dim: int,
-        *,
-        sparse_gradients: bool = True,
-        embedding_dropout: float = 0.0,
-        histories: bool = True,
-    ) -> None:
+    def __init__(self, options: TableOptions, features: Features, *, reads: Callable[[str], bool] | None = None) -> None:
         super().__init__()
         if not features.labels:
             raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
         self.task_names = tuple(features.labels)
-        self.table_set = table_set(features, embedding_dim)
-        if not histories:
-            self.table_set = _sample_level(self.table_set)
-        self.tables: nn.Module = LocalTables(self.table_set, sparse=sparse_gradients)
-        self.dropout = nn.Dropout(embedding_dropout)
+        self.table_set = table_set(features, options.embedding_dim)
+        if reads is not None:
+            self.table_set = _only(self.table_set, reads)
+        self.tables: nn.Module = LocalTables(self.table_set, sparse=options.sparse_gradients)
+        self.dropout = nn.Dropout(options.embedding_dropout)
 
     def forward(self, batch: Batch) -> ModelOutput:
         if batch.num_targets is not None:
@@ -94,7 +87,12 @@ class FlatFeatures(nn.Module):
         return torch.cat(parts, 1)
 
 
-def _sample_level(tables: TableSet) -> TableSet:
-    lookups = tuple(k for k in tables.lookups if k.pooling != "none")
+def sample_level(path: str) -> bool:
+    """Whether an id feature is one of the sample itself."""
+    return path.startswith("sparse.")
+
+
+def _only(tables: TableSet, reads: Callable[[str], bool]) -> TableSet:
+    lookups = tuple(k for k in tables.lookups if reads(k.key))
     names = {k.table for k in lookups}
     return replace(tables, tables=tuple(t for t in tables.tables if t.name in names), lookups=lookups)

@@ -15,7 +15,9 @@ NormKind = Literal["rms", "layer"]
 class EventConfig(FrozenConfig):
     """How the fields of an event become one token."""
 
-    combine: Literal["sum", "concat"] = Field("concat", description="sum of the fields' embeddings, or one linear map of all of them")
+    combine: Literal["sum", "concat", "masknet"] = Field(
+        "concat", description="sum of the fields' embeddings, one linear map of all of them, or a MaskNet of all of them"
+    )
     compare: bool = Field(False, description="also the products of the event's target fields with the candidate's")
     positions: int = Field(0, ge=0, description="learned embedding of the last N places, counted from the newest event; 0: none")
     time_buckets: int = Field(0, ge=0, description="learned embedding of log(1 + age / time_scale) in N buckets; 0: none")
@@ -40,8 +42,21 @@ class PoolingConfig(FrozenConfig):
 
     seeds: int = Field(4, ge=0, description="learned queries (PMA, HSP), the same for all samples")
     candidate_queries: int = Field(0, ge=0, description="queries generated from the candidate's event token")
+    tokens: int | None = Field(None, gt=0, description="what the queries read becomes N tokens by SumKron; None: one token a query")
+    kron: int = Field(8, gt=0, description="terms of SumKron")
     recent: int = Field(0, ge=0, description="the newest K events as they are")
     last: bool = Field(True, description="the candidate's own row, where it is appended to the history")
+
+    @model_validator(mode="after")
+    def _check(self) -> PoolingConfig:
+        if self.tokens is not None and not self.seeds + self.candidate_queries:
+            raise ValueError("tokens needs queries whose reading it summarises: set seeds or candidate_queries")
+        return self
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens from pooling by attention."""
+        return self.seeds + self.candidate_queries if self.tokens is None else self.tokens
 
 
 class SequenceConfig(FrozenConfig):
@@ -96,7 +111,7 @@ class SequenceConfig(FrozenConfig):
     def summary_tokens(self) -> int:
         """Tokens a sample that this tower adds to every interaction."""
         p = self.pooling
-        return p.seeds + p.candidate_queries + p.recent + self.cls + int(self.candidate and p.last)
+        return p.read_tokens + p.recent + self.cls + int(self.candidate and p.last)
 
 
 class WukongConfig(FrozenConfig):
@@ -145,19 +160,35 @@ class HeadConfig(FrozenConfig):
     hidden: tuple[int, ...] = Field((64,), description="hidden layers of each task's own MLP")
 
 
-class GemConfig(FrozenConfig):
+def _under(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in own.items():
+        below = merged.get(key)
+        merged[key] = _under(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+class TableOptions(FrozenConfig):
+    """What every model says about its tables."""
+
+    embedding_dim: int = Field(32, gt=0, description="width of tables that state none")
+    embedding_dropout: float = Field(0.0, ge=0, lt=1)
+    sparse_gradients: bool = Field(True, description="table gradients of the built-in tables hold touched rows only")
+
+
+class GemConfig(TableOptions):
     """``[model]`` of ``name = "gem"``. ``sequence = false`` removes the history towers."""
 
     layers: int = Field(2, gt=0)
     dim: int = Field(32, gt=0, description="width of a feature token")
-    embedding_dim: int = Field(32, gt=0, description="width of tables that state none")
     feature_tokens: int | None = Field(None, gt=0, description="feature tokens a sample; None: one a feature")
     dense_hidden: int = Field(64, gt=0, description="hidden width of the MLP that makes the dense features' token")
+    comp_skip: bool = Field(
+        False, description="CompSkip: layers 0, 2, ... run PFFN and pooling, layers 1, 3, ... self-attention, reusing the pooled tokens"
+    )
     gates: bool = Field(False, description="InterFormer gates sigma(z * (W z + b)) on both summaries")
     norm: NormKind = "layer"
     dropout: float = Field(0.0, ge=0, lt=1, description="in the interaction's and heads' MLPs")
-    embedding_dropout: float = Field(0.0, ge=0, lt=1)
-    sparse_gradients: bool = Field(True, description="table gradients of the built-in tables hold touched rows only")
     sequence: SequenceConfig | Literal[False] = SequenceConfig()
     groups: dict[str, SequenceConfig] = Field(default_factory=dict, description="towers of single histories; unset keys as in `sequence`")
     interaction: InteractionConfig = InteractionConfig()
@@ -175,28 +206,121 @@ class GemConfig(FrozenConfig):
         groups = {k: _under(shared, v) if isinstance(v, dict) else v for k, v in data["groups"].items()}
         return {**data, "groups": groups}
 
+    @model_validator(mode="after")
+    def _check(self) -> GemConfig:
+        towers = [*self.groups.values(), *([self.sequence] if self.sequence is not False else [])]
+        if self.comp_skip and any(t.next_event for t in towers):
+            raise ValueError("comp_skip leaves self-attention out of the first block, which next_event reads; drop one of the two")
+        if self.comp_skip and self.layers % 2 == 0:
+            raise ValueError(
+                f"comp_skip pools in layers 0, 2, ..., so the last layer must be one of these: layers {self.layers} must be odd"
+            )
+        return self
+
     def tower(self, group: str) -> SequenceConfig | None:
         """Options of the tower of one history; None where towers are off."""
         return None if self.sequence is False else self.groups.get(group, self.sequence)
 
 
-def _under(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in own.items():
-        below = merged.get(key)
-        merged[key] = _under(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
-
-
-class DinConfig(FrozenConfig):
+class DinConfig(TableOptions):
     """``[model]`` of ``name = "din"``."""
 
-    embedding_dim: int = Field(32, gt=0, description="width of tables that state none")
     attention_hidden: tuple[int, ...] = Field((64,), description="hidden layers of the local activation unit")
     attention_activation: Literal["dice", "prelu"] = "dice"
     softmax: bool = Field(False, description="normalise the weights over a history; the paper does not")
     hidden: tuple[int, ...] = Field((200, 80), description="hidden layers of each task's MLP")
     activation: Literal["dice", "prelu"] = "dice"
     dropout: float = Field(0.0, ge=0, lt=1, description="in the tasks' MLPs")
-    embedding_dropout: float = Field(0.0, ge=0, lt=1)
-    sparse_gradients: bool = True
+
+
+class DlrmConfig(TableOptions):
+    """``[model]`` of ``name = "dlrm"``."""
+
+    bottom: tuple[int, ...] = Field((64,), description="hidden layers of the MLP over the dense features; its output is one more vector")
+    top: tuple[int, ...] = Field((128, 64), description="hidden layers of each task's MLP")
+    history: Literal["none", "mean", "sum"] = Field("mean", description="how a history becomes one more vector")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class DcnConfig(TableOptions):
+    """``[model]`` of ``name = "dcnv2"``."""
+
+    layers: int = Field(3, gt=0, description="cross layers")
+    rank: int | None = Field(None, gt=0, description="rank of the cross matrices; None: full")
+    deep: tuple[int, ...] = Field((128, 64), description="hidden layers of the deep network")
+    structure: Literal["parallel", "stacked"] = "parallel"
+    history: Literal["none", "mean", "sum"] = Field("mean", description="how a history joins the features")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class WukongModelConfig(TableOptions):
+    """``[model]`` of ``name = "wukong"``: Wukong layers over the feature tokens."""
+
+    layers: int = Field(3, gt=0)
+    dim: int = Field(32, gt=0, description="width of a token")
+    feature_tokens: int | None = Field(None, gt=0, description="feature tokens a sample; None: one a feature")
+    tokens: int = Field(16, gt=1, description="tokens that a layer gives, nF + nL")
+    wukong: WukongConfig = WukongConfig()
+    head: HeadConfig = HeadConfig()
+    history: Literal["none", "mean", "sum"] = Field("mean", description="how a history becomes one more token")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class InterFormerConfig(TableOptions):
+    """``[model]`` of ``name = "interformer"``, with the sizes of the paper's public benchmarks."""
+
+    layers: int = Field(2, gt=0)
+    dim: int = Field(32, gt=0, le=256, description="width of feature and event tokens")
+    heads: int = Field(2, gt=0)
+    summary: int = Field(4, gt=0, description="tokens of the feature summary, prepended to the history as CLS tokens")
+    seeds: int = Field(2, ge=0, description="queries of the pooling by attention (PMA)")
+    recent: int = Field(2, ge=0, description="newest events that join the summary")
+    positions: int = Field(0, ge=0, description="learned embedding of the last N places beside the rotary positions; 0: none")
+    interaction: InteractionConfig = InteractionConfig()
+    hidden: tuple[int, ...] = Field((64,), description="hidden layers of each task's MLP")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> InterFormerConfig:
+        if self.dim % self.heads or self.dim // self.heads % 2:
+            raise ValueError(f"dim {self.dim} over heads {self.heads} must give an even head dimension")
+        return self
+
+
+class SasRecConfig(TableOptions):
+    """``[model]`` of ``name = "sasrec"``."""
+
+    layers: int = Field(2, gt=0)
+    dim: int = Field(64, gt=0)
+    heads: int = Field(1, gt=0)
+    ffn: int = Field(256, gt=0, description="hidden width of the FFN")
+    positions: int = Field(200, gt=0, description="learned embedding of the last N places")
+    dropout: float = Field(0.2, ge=0, lt=1)
+    history: str | None = Field(None, description="which history to read; None: the only one")
+
+    @model_validator(mode="after")
+    def _check(self) -> SasRecConfig:
+        if self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
+        return self
+
+
+class HstuConfig(TableOptions):
+    """``[model]`` of ``name = "hstu"``."""
+
+    layers: int = Field(2, gt=0)
+    dim: int = Field(64, gt=0)
+    heads: int = Field(2, gt=0)
+    qk_dim: int = Field(32, gt=0, description="width of a head's queries and keys")
+    v_dim: int = Field(32, gt=0, description="width of a head's values and gates")
+    convention: Literal["research", "production"] = Field("research", description="research: SiLU on U, V, Q and K; production: on U alone")
+    alpha: float = Field(1.0, gt=0, description="factor of the scores inside SiLU")
+    scale_length: int | None = Field(None, gt=0, description="N in SiLU(alpha QK)/N; None: the history's max_length")
+    max_attention: int | None = Field(None, gt=0, description="a row sees this many rows before it; None: all")
+    position_bias: int = Field(0, ge=0, description="relative position bias up to this distance; 0: none")
+    time_bias: int = Field(0, ge=0, description="buckets of the time-gap bias, log-spaced from 1 s to 10 years; 0: none")
+    positions: int = Field(0, ge=0, description="learned embedding of the last N places; 0: none")
+    context: bool = Field(True, description="features that are not the candidate's go before the history as context rows")
+    hidden: tuple[int, ...] = Field((64,), description="hidden layers of each task's MLP over the candidate's row")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    history: str | None = Field(None, description="which history to read; None: the only one")

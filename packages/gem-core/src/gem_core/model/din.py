@@ -105,9 +105,7 @@ class Din(RankingModel):
     """
 
     def __init__(self, config: DinConfig, features: Features) -> None:
-        super().__init__(
-            features, config.embedding_dim, sparse_gradients=config.sparse_gradients, embedding_dropout=config.embedding_dropout
-        )
+        super().__init__(config, features)
         self.histories = nn.ModuleDict({name: Interest(name, features, self.table_set, config) for name in features.sequences})
         self.flat = FlatFeatures(features, self.table_set)
         width = self.flat.width + sum(h.width for h in self.histories.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.batch import Batch, SequenceGroup
-from gem_core.config.features import EventField, Features, Sequence
+from gem_core.config.features import EventField, Features
+from gem_core.config.features import Sequence as SequenceFeature
 from gem_core.errors import BatchError, ConfigError
 from gem_core.jagged import Jagged
 from gem_core.model.config import EventConfig
 from gem_core.model.contract import TableSet
-from gem_core.model.layers import Mlp, TokenMix
+from gem_core.model.layers import MaskNet, Mlp, TokenMix
 from gem_core.model.rows import Rows
 from gem_core.model.tables import sequence_of
 
@@ -48,10 +49,12 @@ class FeatureTokens(nn.Module):
 
     One token a sparse feature (its pooled embedding), a vector feature, and one for all dense features together (by an MLP). With a
     larger ``count`` every feature gives several tokens, shared out as evenly as possible; with a smaller one the tokens are compressed
-    linearly. A pooled embedding whose width is ``dim`` and that gives one token is taken as it is.
+    linearly. A pooled embedding whose width is ``dim`` and that gives one token is taken as it is. The dense features' tokens come last.
     """
 
-    def __init__(self, features: Features, tables: TableSet, dim: int, *, count: int | None = None, dense_hidden: int = 64) -> None:
+    def __init__(
+        self, features: Features, tables: TableSet, dim: int, *, count: int | None = None, dense_hidden: Sequence[int] = (64,)
+    ) -> None:
         super().__init__()
         self.dense_names = tuple(features.dense)
         widths = {f"sparse.{n}": tables.table(features.table_of(f"sparse.{n}")).dim for n in features.sparse}
@@ -74,7 +77,7 @@ class FeatureTokens(nn.Module):
             plain = width == dim and share == 1 and all(n.startswith("sparse.") for n in names)
             self.blocks.append((names, width))
             self.projections.append(nn.Identity() if plain else TokenProjection(len(names), width, share, dim))
-        self.dense = Mlp(len(self.dense_names), (dense_hidden, shares["dense"] * dim)) if self.dense_names else None
+        self.dense = Mlp(len(self.dense_names), (*dense_hidden, shares["dense"] * dim)) if self.dense_names else None
         self.dim = dim
         self.mix = TokenMix(len(sources), wanted) if wanted < len(sources) else None
         self.count = wanted
@@ -177,10 +180,10 @@ class EventFields(nn.Module):
 class EventTokens(nn.Module):
     """The fields of each event to one token, ``[N, dim]``; and the candidate as such an event, ``[B, dim]``.
 
-    "concat" maps all fields, one after another, by one matrix; "sum" adds them, each by its own matrix unless it is an embedding of
-    width ``dim``. `placed` adds learned embeddings of the place from the newest event and of the log age; the candidate's age is 0. With
-    ``compare`` it also adds a linear map of ``sqrt(width) e * c``, e the event's and c the candidate's embedding of each target field:
-    what DIN's activation unit reads.
+    "concat" maps all fields, one after another, by one matrix, "masknet" by a `MaskNet`; "sum" adds them, each by its own matrix unless it
+    is an embedding of width ``dim``. `placed` adds learned embeddings of the place from the newest event and of the log age; the
+    candidate's age is 0. With ``compare`` it also adds a linear map of ``sqrt(width) e * c``, e the event's and c the candidate's embedding
+    of each target field: what DIN's activation unit reads.
 
     :raises ConfigError: time buckets for a history without times; see also `EventFields`.
     """
@@ -202,8 +205,9 @@ class EventTokens(nn.Module):
             )
         self.fields = EventFields(name, features, tables, candidate=candidate)
         widths = self.fields.widths
-        if config.combine == "concat":
-            self.maps = nn.ModuleList([nn.Linear(sum(widths.values()), dim)])
+        if config.combine != "sum":
+            whole = nn.Linear if config.combine == "concat" else MaskNet
+            self.maps = nn.ModuleList([whole(sum(widths.values()), dim)])
         else:
             plain = [c.kind == "id" and widths[f] == dim for f, c in sequence.fields.items()]
             self.maps = nn.ModuleList(nn.Identity() if p else nn.Linear(w, dim) for p, w in zip(plain, widths.values()))
@@ -241,7 +245,7 @@ class EventTokens(nn.Module):
         return token
 
     def _combine(self, fields: list[Tensor]) -> Tensor:
-        if self.config.combine == "concat":
+        if self.config.combine != "sum":
             return self.maps[0](fields[0] if len(fields) == 1 else torch.cat(fields, 1))
         parts = [m(f) for m, f in zip(self.maps, fields)]
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
@@ -272,7 +276,7 @@ class EventTokens(nn.Module):
         return (ages * (self.config.time_buckets / last)).long().clamp(max=self.config.time_buckets - 1)
 
 
-def _targets(name: str, features: Features, sequence: Sequence) -> dict[str, str]:
+def _targets(name: str, features: Features, sequence: SequenceFeature) -> dict[str, str]:
     for field, target in sequence.target.items():
         own, other = features.table_of(f"sequences.{name}.fields.{field}"), features.table_of(f"sparse.{target}")
         if own != other:

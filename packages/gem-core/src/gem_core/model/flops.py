@@ -1,7 +1,8 @@
 """Model FLOPs by part: the work that the definition of the model asks for, from true lengths.
 
 A linear map counts 2 M N K forward, attention ``gem_core.ops.attention_flops`` of its attended pairs. Training counts forward and
-backward: 3 times the linear maps, 3.5 times the attention. Embedding reads, norms, activations and whatever is recomputed count nothing.
+backward: 3 times the linear maps, 3.5 times the attention (where queries and values have one width). Embedding reads, norms, activations
+and whatever is recomputed count nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from gem_core.model.config import SequenceConfig
 from gem_core.model.embedding import TokenProjection
 from gem_core.model.interaction import Dot, FactorizationMachine
 from gem_core.model.layers import TokenMix
+from gem_core.model.pooling import SumKron
 from gem_core.ops import attended_pairs, attention_flops, block_pairs
 
 if TYPE_CHECKING:
     from gem_core.model.din import Din
     from gem_core.model.gem import Gem
+    from gem_core.model.history import HistoryEntry
     from gem_core.model.pooling import Pooling
     from gem_core.model.sequence import SequenceBlock
 
@@ -33,6 +36,7 @@ class ModelFlops:
 
     gemm: Mapping[str, int]
     attention: Mapping[str, int] = field(default_factory=dict)
+    attention_backward: Mapping[str, int] = field(default_factory=dict)
     auxiliary: int = 0
 
     @property
@@ -43,7 +47,7 @@ class ModelFlops:
     @property
     def by_part_training(self) -> dict[str, int]:
         """FLOPs of forward and backward of each part, those of training only under "auxiliary"."""
-        parts = {p: 3 * self.gemm.get(p, 0) + 7 * self.attention.get(p, 0) // 2 for p in self.parts}
+        parts = {p: 3 * self.gemm.get(p, 0) + self.attention.get(p, 0) + self.attention_backward.get(p, 0) for p in self.parts}
         return {**parts, "auxiliary": 3 * self.auxiliary} if self.auxiliary else parts
 
     @property
@@ -61,17 +65,23 @@ class FlopCount:
     def __init__(self) -> None:
         self.gemm: dict[str, int] = {}
         self.attention: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
         self.auxiliary = 0
 
     def linear(self, part: str, module: nn.Module | None, rows: int, width: int = 0) -> None:
         """``module`` applied to ``rows`` rows (samples, where it works on whole samples with tokens of ``width``)."""
-        self.gemm[part] = self.gemm.get(part, 0) + rows * linear_flops(module, width)
+        self.add(part, rows * linear_flops(module, width))
 
-    def attend(self, part: str, pairs: int, heads: int, head_dim: int) -> None:
-        self.attention[part] = self.attention.get(part, 0) + attention_flops(int(pairs), heads, head_dim, head_dim)
+    def add(self, part: str, flops: int) -> None:
+        self.gemm[part] = self.gemm.get(part, 0) + flops
+
+    def attend(self, part: str, pairs: int, heads: int, head_dim: int, value_dim: int | None = None) -> None:
+        shape = int(pairs), heads, head_dim, value_dim or head_dim
+        self.attention[part] = self.attention.get(part, 0) + attention_flops(*shape)
+        self.backward[part] = self.backward.get(part, 0) + attention_flops(*shape, backward=True)
 
     def total(self) -> ModelFlops:
-        return ModelFlops(self.gemm, self.attention, self.auxiliary)
+        return ModelFlops(self.gemm, self.attention, self.backward, self.auxiliary)
 
 
 def linear_flops(module: nn.Module | None, width: int = 0) -> int:
@@ -107,23 +117,16 @@ def gem_flops(model: Gem, lengths: Mapping[str, Tensor], batch_size: int) -> Mod
     count.linear("features", model.features, b, dim)
     rows = {}
     for name, c in model.towers.items():
-        entry, events = model.entries[name], int(lengths[name].sum())
-        rows[name] = events + b * (c.cls + int(c.candidate))
-        compared = b if entry.compares else 0
-        count.linear("events", entry.events.maps, events + compared)
-        count.linear("events", entry.events.match, events + compared)
-        if entry.summary is not None:
-            mix, project = entry.summary
-            count.linear("events", mix, b, dim)
-            count.linear("events", project, b * mix.weight.shape[0])
+        rows[name] = entry_flops(count, model.entries[name], lengths[name], b, dim)
         if name in model.next_event:
             auxiliary = model.next_event[name]
-            count.auxiliary += max(0, events - 1) * (linear_flops(auxiliary.map) + 2 * auxiliary.negatives * c.dim)
+            pairs = max(0, int(lengths[name].sum()) - 1)
+            count.auxiliary += pairs * (linear_flops(auxiliary.map) + 2 * auxiliary.negatives * c.dim)
     for layer in model.layers:
         for name, block in layer.blocks.items():
-            _block_flops(count, block, model.towers[name], rows[name], lengths[name], b, dim)
+            block_flops(count, block, model.towers[name], rows[name], lengths[name], b, dim)
         for name, pool in layer.pools.items():
-            _pooling_flops(count, pool, model.towers[name], rows[name], b)
+            pooling_flops(count, pool, model.towers[name], rows[name], b)
         count.linear("interaction", layer.mix, b, dim)
         if layer.gates is not None:
             count.linear("interaction", layer.gates[0], b * layer.own)
@@ -133,7 +136,19 @@ def gem_flops(model: Gem, lengths: Mapping[str, Tensor], batch_size: int) -> Mod
     return count.total()
 
 
-def _block_flops(count: FlopCount, block: SequenceBlock, c: SequenceConfig, rows: int, lengths: Tensor, b: int, token_dim: int) -> None:
+def entry_flops(count: FlopCount, entry: HistoryEntry, lengths: Tensor, b: int, token_dim: int) -> int:
+    """Adds what makes a history's rows, and returns the number of rows, CLS and candidate included."""
+    c, events = entry.config, int(lengths.sum())
+    count.linear("events", entry.events.maps, events + b * int(entry.compares))
+    count.linear("events", entry.events.match, events + b * int(entry.compares))
+    for summary, tokens in ((entry.summary, c.cls), (entry.about, 1)):
+        if isinstance(summary, nn.Sequential):
+            count.linear("events", summary[0], b, token_dim)
+            count.linear("events", summary[1], b * tokens)
+    return events + b * (c.cls + int(c.candidate))
+
+
+def block_flops(count: FlopCount, block: SequenceBlock, c: SequenceConfig, rows: int, lengths: Tensor, b: int, token_dim: int) -> None:
     if block.pffn is not None:
         count.linear("pffn", block.pffn.mix, b, token_dim)
         count.linear("pffn", block.pffn.kv, b * block.pffn.keys)
@@ -146,14 +161,19 @@ def _block_flops(count: FlopCount, block: SequenceBlock, c: SequenceConfig, rows
     count.linear("ffn", block.ffn, rows)
 
 
-def _pooling_flops(count: FlopCount, pool: Pooling, c: SequenceConfig, rows: int, b: int) -> None:
+def pooling_flops(count: FlopCount, pool: Pooling, c: SequenceConfig, rows: int, b: int) -> None:
     if pool.attention is not None:
-        read = c.pooling.seeds + c.pooling.candidate_queries
+        asked = c.pooling.seeds + c.pooling.candidate_queries
         count.linear("pooling", pool.attention.kv, rows)
         count.linear("pooling", pool.attention.queries, b)
-        count.attend("pooling", rows * read, c.heads, c.width)
-        count.linear("pooling", pool.attention.out, b * read)
-    count.linear("pooling", pool.rows, b * (pool.count - c.pooling.seeds - c.pooling.candidate_queries))
+        count.attend("pooling", rows * asked, c.heads, c.width)
+        out = pool.attention.out
+        if isinstance(out, SumKron):
+            count.linear("pooling", out.mix, b, c.heads * c.width)
+            count.linear("pooling", out.map, b * out.tokens)
+        else:
+            count.linear("pooling", out, b * asked)
+    count.linear("pooling", pool.rows, b * (pool.count - c.pooling.read_tokens))
 
 
 def din_flops(model: Din, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
@@ -167,17 +187,22 @@ def din_flops(model: Din, lengths: Mapping[str, Tensor], batch_size: int) -> Mod
     return count.total()
 
 
-def attention_pairs(kind: str, c: SequenceConfig, lengths: Tensor) -> int:
-    """Attended pairs of self-attention of one kind over histories of ``lengths [B]`` events, CLS and candidate rows included."""
+def attention_pairs(kind: str, c: SequenceConfig, lengths: Tensor, window: tuple[int, int] | None = None) -> int:
+    """Attended pairs of self-attention of one kind over histories of ``lengths [B]`` events, CLS and candidate rows included.
+
+    ``window`` is that of the options where the kind has one, unless given.
+    """
     rows = lengths + c.cls + int(c.candidate)
     if kind == "block":
         return int(block_pairs(rows, c.block).sum())
+    if window is None and kind in ("window", "causal_window"):
+        window = (c.window, c.window)
     pairs = attended_pairs(
         rows,
         rows,
         num_targets=torch.ones_like(rows) if c.candidate else None,
         context_len=torch.full_like(rows, c.cls) if c.cls else None,
         causal=kind in ("causal", "causal_window"),
-        window=(c.window, c.window) if kind in ("window", "causal_window") else None,
+        window=window,
     )
     return int(pairs.sum())

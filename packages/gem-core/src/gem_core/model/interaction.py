@@ -48,29 +48,40 @@ class Wukong(nn.Module):
         return torch.cat([self.fm(x), self.linear(x)], 1)
 
 
-class Cross(nn.Module):
-    """DCNv2 over the flattened tokens, then a linear map: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``, W full or ``U V^T``."""
+class CrossLayers(nn.Module):
+    """DCNv2 cross layers ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l`` on ``[B, width]``, W full or ``U V^T``."""
 
-    def __init__(self, n: int, out: int, dim: int, config: CrossConfig | None = None) -> None:
+    def __init__(self, width: int, config: CrossConfig | None = None) -> None:
         super().__init__()
         config = config or CrossConfig()
-        width, rank = n * dim, config.rank
+        rank = config.rank
         self.layers = nn.ModuleList(
             nn.Linear(width, width) if rank is None else nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
             for _ in range(config.layers)
         )
-        self.map = nn.Linear(width, out * dim)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = x0
+        for layer in self.layers:
+            x = torch.addcmul(x, x0, layer(x))
+        return x
+
+
+class Cross(nn.Module):
+    """DCNv2 over the flattened tokens, then a linear map to ``out`` tokens."""
+
+    def __init__(self, n: int, out: int, dim: int, config: CrossConfig | None = None) -> None:
+        super().__init__()
+        self.cross = CrossLayers(n * dim, config)
+        self.map = nn.Linear(n * dim, out * dim)
         self.out, self.dim = out, dim
 
     def forward(self, x: Tensor) -> Tensor:
-        x0 = y = x.flatten(1)
-        for layer in self.layers:
-            y = torch.addcmul(y, x0, layer(y))
-        return self.map(y).view(-1, self.out, self.dim)
+        return self.map(self.cross(x.flatten(1))).view(-1, self.out, self.dim)
 
 
 class Dot(nn.Module):
-    """All pairwise dot products i < j, then an MLP to ``out`` tokens."""
+    """All pairwise dot products, then an MLP to ``out`` tokens."""
 
     def __init__(self, n: int, out: int, dim: int, config: DotConfig | None = None, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -79,5 +90,10 @@ class Dot(nn.Module):
         self.mlp = Mlp(n * (n - 1) // 2, (config.hidden, out * dim), dropout=dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        i, j = torch.triu_indices(self.n, self.n, 1, device=x.device)
-        return self.mlp((x @ x.transpose(1, 2))[:, i, j]).view(-1, self.out, self.dim)
+        return self.mlp(pairwise_dots(x)).view(-1, self.out, self.dim)
+
+
+def pairwise_dots(x: Tensor) -> Tensor:
+    """``<x_i, x_j>`` for i < j in row-major order, ``[B, n, d] -> [B, n (n - 1) / 2]``."""
+    i, j = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
+    return (x @ x.transpose(1, 2))[:, i, j]

@@ -95,6 +95,18 @@ class Gate(nn.Module):
         return F.silu(z * (1 + self.linear(z)))
 
 
+class MaskNet(nn.Module):
+    """``W (s * MLP_mask(s))``, ``[N, width] -> [N, dim]``: InterFormer's map of an event's concatenated fields."""
+
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__()
+        self.mask = Mlp(width, (dim, width))
+        self.map = nn.Linear(width, dim)
+
+    def forward(self, s: Tensor) -> Tensor:
+        return self.map(s * self.mask(s))
+
+
 class TokenMix(nn.Module):
     """Linear map over the token axis, ``[B, n_in, d] -> [B, n_out, d]``: the linear compression of Wukong. ``weight [n_out, n_in]``."""
 

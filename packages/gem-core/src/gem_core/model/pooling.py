@@ -7,28 +7,44 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
-from gem_core.model.layers import NormLinear
+from gem_core.model.layers import NormLinear, TokenMix
 from gem_core.model.rows import Rows
 from gem_core.ops.contract import OpPrecision
+
+
+class SumKron(nn.Module):
+    """Kunlun's SumKronLinear ``sum_i Z_i^T H W_i`` over ``terms`` terms plus a bias: ``[B, n, width] -> [B, tokens, out]``."""
+
+    def __init__(self, n: int, tokens: int, width: int, out: int, terms: int = 8) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.mix = TokenMix(n, tokens * terms)
+        self.map = nn.Linear(terms * width, out)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.map(self.mix(h).view(h.shape[0], self.tokens, self.map.in_features))
 
 
 class SeedPooling(nn.Module):
     """Pooling by attention (PMA, HSP): queries read all rows of their sample, ``[N, dim] -> [B, seeds + candidate_queries, out_dim]``.
 
     ``seeds`` learned queries are the same for every sample (one broadcast query tensor); ``candidate_queries`` are generated from the
-    candidate's event token ``[B, dim]``. An empty history gives the output bias.
+    candidate's event token ``[B, dim]``. With ``tokens`` the queries' readings become that many tokens by `SumKron` with ``kron`` terms. An
+    empty history gives the output bias.
     """
 
     def __init__(
-        self, dim: int, heads: int, head_dim: int, out_dim: int, *, seeds: int = 4, candidate_queries: int = 0, norm: NormKind = "rms"
-    ) -> None:
+        self, dim: int, heads: int, head_dim: int, out_dim: int,
+        *, seeds: int = 4, candidate_queries: int = 0, tokens: int | None = None, kron: int = 8, norm: NormKind = "rms",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.head_dim, self.count = heads, head_dim, candidate_queries
         self.attention_precision: OpPrecision | None = None
         self.seeds = nn.Parameter(torch.empty(seeds, heads, head_dim)) if seeds else None
         self.queries = NormLinear(dim, candidate_queries * heads * head_dim, norm) if candidate_queries else None
         self.kv = NormLinear(dim, 2 * heads * head_dim, norm)
-        self.out = nn.Linear(heads * head_dim, out_dim)
+        width = heads * head_dim
+        self.out = nn.Linear(width, out_dim) if tokens is None else SumKron(seeds + candidate_queries, tokens, width, out_dim, kron)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,15 +82,12 @@ class Pooling(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.cls, self.recent, self.last = cls, config.recent, candidate and config.last
-        read = config.seeds + config.candidate_queries
-        self.attention = (
-            SeedPooling(dim, heads, head_dim, out_dim, seeds=config.seeds, candidate_queries=config.candidate_queries, norm=norm)
-            if read
-            else None
-        )
+        options = {"seeds": config.seeds, "candidate_queries": config.candidate_queries, "tokens": config.tokens, "kron": config.kron}
+        asked = config.seeds + config.candidate_queries
+        self.attention = SeedPooling(dim, heads, head_dim, out_dim, **options, norm=norm) if asked else None
         taken = cls + config.recent + int(self.last)
         self.rows = NormLinear(dim, out_dim, norm) if taken else None
-        self.count = read + taken
+        self.count = config.read_tokens + taken
 
     def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> Tensor:
         taken = []

@@ -116,14 +116,19 @@ class SelfAttention(nn.Module):
 
 
 class SequenceBlock(nn.Module):
-    """One layer of a history tower: PFFN, then self-attention, then FFN; each part that the options leave out is skipped."""
+    """One layer of a history tower: PFFN, then self-attention, then FFN; each part that the options leave out is skipped.
 
-    def __init__(self, config: SequenceConfig, tokens: int, token_dim: int, layer: int = 0) -> None:
+    ``comp_skip``: even layers leave self-attention out, odd ones the PFFN (Kunlun).
+    """
+
+    def __init__(self, config: SequenceConfig, tokens: int, token_dim: int, layer: int = 0, *, comp_skip: bool = False) -> None:
         super().__init__()
         c, shape = config, (config.dim, config.heads, config.width)
         common = {"norm": c.norm, "dropout": c.dropout}
-        kind = c.kinds[layer % len(c.kinds)]
-        self.pffn = Pffn(*shape, tokens, token_dim, c.pffn, **common) if c.pffn.kind != "none" else None
+        turn = layer // 2 if comp_skip else layer
+        kind = "none" if comp_skip and layer % 2 == 0 else c.kinds[turn % len(c.kinds)]
+        generated = c.pffn.kind != "none" and not (comp_skip and layer % 2)
+        self.pffn = Pffn(*shape, tokens, token_dim, c.pffn, **common) if generated else None
         self.attention = (
             SelfAttention(*shape, kind, window=c.window, block=c.block, qk_norm=c.qk_norm, **common) if kind != "none" else None
         )

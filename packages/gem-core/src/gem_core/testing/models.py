@@ -215,7 +215,7 @@ class ModelConformance:
 
     def test_gradients_reach_every_parameter(self) -> None:
         model = self._model(training=True)
-        batch = random_batch(self.features(), 16, lengths=[3 + i % 5 for i in range(16)])
+        batch = random_batch(self.features(), 16, lengths=[0, *(3 + i % 5 for i in range(15))])
         task_loss(model(batch), batch).backward()
         missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradient reaches {', '.join(missing)}: every parameter must be used, or not be there"
@@ -266,6 +266,15 @@ class ModelConformance:
         without_last = self._logits(model, take(batch, joined[:-1]))
         assert torch.allclose(logits[:4], without_last, atol=1e-5), "dropping one sample must not change the others"
         assert bool(torch.isfinite(self._logits(model, other)).all())
+
+    def test_forward_reads_nothing_from_the_device(self) -> None:
+        with torch.device("meta"):
+            model = self._model()
+        try:
+            output = model(random_batch(self.features(), 5).to("meta"))
+        except (RuntimeError, NotImplementedError) as fault:
+            raise AssertionError(f"forward needs a tensor's values on the host, which stalls a GPU: {fault}") from fault
+        assert output.logits.shape == (5, len(self.features().labels))
 
     def test_overfit_100_users(self) -> None:
         model = self._model(training=True)

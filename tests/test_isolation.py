@@ -48,13 +48,14 @@ def test_needs_of_a_package_are_few(package: str, wheels: dict[str, Path], isola
     assert not core & {"triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "tensorboard"}
 
 
-def test_wheels_hold_the_package_and_nothing_else(package: str, wheels: dict[str, Path]):
+def test_wheels_hold_the_package_and_nothing_else(package: str, wheels: dict[str, Path], root: Path):
     module = package.replace("-", "_")
     with zipfile.ZipFile(wheels[package]) as archive:
         names = archive.namelist()
+        (licence,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+    assert licence == (root / "LICENSE").read_text()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {module}
     assert f"{module}/py.typed" in names
-    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     assert not [name for name in names if "/tests/" in name or name.endswith((".pyc", ".so"))]
 
 

@@ -40,7 +40,7 @@ def store_tile(target, stride, tile, row, column, rows, columns, ROWS: tl.conste
 def prefetch_tile(source, stride, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Ask for a tile to be brought into the L2 cache (NVIDIA), one request every 64 elements."""
     r = row + tl.arange(0, ROWS)
-    c = column + tl.arange(0, COLUMNS // 64) * 64
+    c = column + tl.arange(0, (COLUMNS + 63) // 64) * 64
     mask = (r < rows)[:, None] & (c < columns)[None, :]
     address = source + tl.where(mask, r.to(tl.int64)[:, None] * stride + c[None, :], 0)
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)

@@ -200,7 +200,7 @@ def test_preset_shapes_of_the_design():
     assert all(".fm.mlp." in n for n in wide)
     assert model.features.count == 128
     assert model.layers[0].blocks["history"].pffn.keys == 128
-    assert [(m.in_features, m.out_features) for m in model.heads.mlps[0].layers] == [(1024, 512), (512, 1)]
+    assert [(m.in_features, m.out_features) for m in model.heads.mlps.tasks[0].layers] == [(1024, 512), (512, 1)]
     assert (len(model.layers), len(model.layers[0].interaction.experts), len(model.table_set.tables)) == (6, 2, 32)
     lengths = base.lengths()
     assert float(lengths.double().mean()) == pytest.approx(500, rel=0.03)

@@ -16,7 +16,7 @@ from gem_core.model.contract import TableSet
 from gem_core.model.embedding import Embedded, EventTokens, FeatureTokens
 from gem_core.model.experts import SummedExperts
 from gem_core.model.flops import FlopCount, ModelFlops
-from gem_core.model.heads import Heads
+from gem_core.model.heads import Heads, TaskHeads
 from gem_core.model.interaction import CrossLayers, pairwise_dots
 from gem_core.model.layers import Mlp, activate
 from gem_core.model.tables import sequence_of
@@ -55,14 +55,14 @@ class Dlrm(RankingModel):
         n = self.tokens.count
         self.dense = dim if features.dense else 0
         width = n * (n - 1) // 2 + self.dense
-        self.heads = nn.ModuleList(Mlp(width, (*config.top, 1), dropout=config.dropout) for _ in self.task_names)
+        self.heads = TaskHeads(Mlp(width, (*config.top, 1), dropout=config.dropout) for _ in self.task_names)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         x = self.tokens(batch, embedded)
         y = pairwise_dots(x)
         if self.dense:
             y = torch.cat([y, x[:, self.tokens.features.count - 1]], 1)
-        return torch.cat([head(y) for head in self.heads], 1), {}
+        return self.heads(y), {}
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         count = FlopCount()
@@ -82,19 +82,19 @@ class Dcn(RankingModel):
         self.cross = CrossLayers(width, CrossConfig(layers=config.layers, rank=config.rank))
         self.deep = Mlp(width, config.deep, dropout=config.dropout)
         self.parallel = config.structure == "parallel"
-        self.head = nn.Linear(config.deep[-1] + (width if self.parallel else 0), len(self.task_names))
+        self.heads = nn.Linear(config.deep[-1] + (width if self.parallel else 0), len(self.task_names))
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         x = self.flat(batch, embedded)
         crossed = self.cross(x)
         deep = activate(self.deep(x if self.parallel else crossed), "relu")
-        return self.head(torch.cat([crossed, deep], 1) if self.parallel else deep), {}
+        return self.heads(torch.cat([crossed, deep], 1) if self.parallel else deep), {}
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         count = FlopCount()
         count.linear("interaction", self.cross, batch_size)
         count.linear("deep", self.deep, batch_size)
-        count.linear("heads", self.head, batch_size)
+        count.linear("heads", self.heads, batch_size)
         return count.total()
 
 

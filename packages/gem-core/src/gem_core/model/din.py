@@ -16,6 +16,7 @@ from gem_core.model.config import DinConfig
 from gem_core.model.contract import TableSet
 from gem_core.model.embedding import Embedded, EventFields
 from gem_core.model.flops import ModelFlops, din_flops
+from gem_core.model.heads import TaskHeads
 from gem_core.model.rows import Rows
 from gem_core.model.tables import sequence_of
 
@@ -109,11 +110,11 @@ class Din(RankingModel):
         self.histories = nn.ModuleDict({name: Interest(name, features, self.table_set, config) for name in features.sequences})
         self.flat = FlatFeatures(features, self.table_set)
         width = self.flat.width + sum(h.width for h in self.histories.values())
-        self.heads = nn.ModuleList(_mlp(width, config.hidden, 1, config.activation, config.dropout) for _ in self.task_names)
+        self.heads = TaskHeads(_mlp(width, config.hidden, 1, config.activation, config.dropout) for _ in self.task_names)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         x = torch.cat([self.flat(batch, embedded), *(history(batch, embedded) for history in self.histories.values())], 1)
-        return torch.cat([head(x) for head in self.heads], 1), {}
+        return self.heads(x), {}
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         return din_flops(self, lengths, batch_size)

@@ -17,6 +17,7 @@ from gem_core.model.config import EventConfig, InterFormerConfig, PoolingConfig,
 from gem_core.model.embedding import Embedded, FeatureTokens
 from gem_core.model.experts import SummedExperts
 from gem_core.model.flops import FlopCount, ModelFlops, attention_pairs, entry_flops, pooling_flops
+from gem_core.model.heads import TaskHeads
 from gem_core.model.history import History, HistoryEntry
 from gem_core.model.layers import Gate, Mlp, TokenMix
 from gem_core.model.pooling import Pooling
@@ -123,7 +124,7 @@ class InterFormer(RankingModel):
         self.summary = FeatureSummary(c.interaction.tokens, c.summary, c.dim)
         self.histories = nn.ModuleDict({name: HistorySummary(tower) for name in self.towers})
         read = c.summary + sum(h.count for h in self.histories.values())
-        self.heads = nn.ModuleList(Mlp(read * c.dim, (*c.hidden, 1), activation="silu", dropout=c.dropout) for _ in self.task_names)
+        self.heads = TaskHeads(Mlp(read * c.dim, (*c.hidden, 1), activation="silu", dropout=c.dropout) for _ in self.task_names)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         x = self.features(batch, embedded)
@@ -132,7 +133,7 @@ class InterFormer(RankingModel):
             x, histories = layer(x, histories)
         sums = [summary(histories[n]) for n, summary in self.histories.items()]
         read = torch.cat([self.summary(x), *sums], 1).flatten(1)
-        return torch.cat([head(read) for head in self.heads], 1), {}
+        return self.heads(read), {}
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         c, b, count = self.config, batch_size, FlopCount()

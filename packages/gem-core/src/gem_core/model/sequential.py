@@ -16,6 +16,7 @@ from gem_core.model.base import RankingModel
 from gem_core.model.config import EventConfig, HstuConfig, PffnConfig, PoolingConfig, SasRecConfig, SequenceConfig
 from gem_core.model.embedding import SECONDS, Embedded, FeatureTokens
 from gem_core.model.flops import FlopCount, ModelFlops, attention_pairs, block_flops, entry_flops
+from gem_core.model.heads import TaskHeads
 from gem_core.model.history import History, HistoryEntry, only_history
 from gem_core.model.layers import Mlp, Norm, NormLinear
 from gem_core.model.rows import Rows
@@ -47,7 +48,7 @@ class SasRec(RankingModel):
         self.layers = nn.ModuleList(SequenceBlock(self.tower, 0, 0) for _ in range(c.layers))
         self.norm = Norm(c.dim, "layer", affine=True)
         self.empty = nn.Parameter(torch.empty(c.dim))
-        self.queries = nn.Linear(c.dim, len(self.task_names) * c.dim)
+        self.heads = nn.Linear(c.dim, len(self.task_names) * c.dim)
         self.bias = nn.Parameter(torch.empty(len(self.task_names)))
         self.reset_parameters()
 
@@ -68,7 +69,7 @@ class SasRec(RankingModel):
         last = history.rows.newest(states, 1).squeeze(1)
         last = last + (history.rows.offsets.diff() == 0).unsqueeze(1) * self.empty
         assert history.candidate is not None
-        asked = self.queries(last).view(batch.size, len(self.task_names), self.config.dim)
+        asked = self.heads(last).view(batch.size, len(self.task_names), self.config.dim)
         return (asked * history.candidate.unsqueeze(1)).sum(2) * self.config.dim**-0.5 + self.bias, {}
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
@@ -76,7 +77,7 @@ class SasRec(RankingModel):
         rows = entry_flops(count, self.entry, lengths[self.history], batch_size, 0)
         for block in self.layers:
             block_flops(count, block, self.tower, rows, lengths[self.history], batch_size, 0)
-        count.linear("heads", self.queries, batch_size)
+        count.linear("heads", self.heads, batch_size)
         count.add("heads", 2 * batch_size * len(self.task_names) * self.config.dim)
         return count.total()
 
@@ -161,7 +162,7 @@ class Hstu(RankingModel):
         self.entry = HistoryEntry(self.history, features, self.table_set, 0, 0, self.tower, summary=nn.Identity(), about=False)
         length = c.scale_length or sequence.max_length
         self.layers = nn.ModuleList(HstuLayer(c, length) for _ in range(c.layers))
-        self.heads = nn.ModuleList(Mlp(c.dim, (*c.hidden, 1), activation="silu", dropout=c.dropout) for _ in self.task_names)
+        self.heads = TaskHeads(Mlp(c.dim, (*c.hidden, 1), activation="silu", dropout=c.dropout) for _ in self.task_names)
         self.event_second, self.sample_second = SECONDS[sequence.time_unit], SECONDS[features.timestamp_unit]
 
     def encode(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, History]:
@@ -181,7 +182,7 @@ class Hstu(RankingModel):
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         states, history = self.encode(batch, embedded)
         last = history.rows.last(states).squeeze(1)
-        return torch.cat([head(last) for head in self.heads], 1), {}
+        return self.heads(last), {}
 
     def _times(self, batch: Batch, history: History) -> Tensor:
         """``[N]`` int64 seconds of every row; context rows and the candidate have the sample's time, or that of its newest event."""

@@ -87,7 +87,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
             linear_norm_fwd_kernel, (programs,), x.device,
             source(x_rows, m, r, tma), source(weight, c, r, tma), source(y, m, c, tma), b, norm_weight, norm_bias, rstd,
             stride(x_rows), rows, problem.option("eps"),
-            K=k, N=n, PROGRAMS=programs, LAYER=problem.option("kind") == "layer", LINEAR_BIAS=b is not None,
+            K=k, N=n, LAYER=problem.option("kind") == "layer", LINEAR_BIAS=b is not None,
             WEIGHT=norm_weight is not None, BIAS=norm_bias is not None, TMA=tma, PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ def _fused(problem: Problem, dy: Tensor, y: Tensor, w: Tensor, rstd: Tensor, bia
         launch(
             linear_norm_bwd_dx_kernel, (programs,), dy.device,
             dy, y, source(w, r, c, tma), dz, source(dx, m, c, tma), rstd, sums[0], stride(dy), rows,
-            K=k, N=n, N_PAD=width, PROGRAMS=programs, LAYER=problem.option("kind") == "layer", DBIAS=bias, TMA=tma, NVIDIA=info.nvidia,
+            K=k, N=n, N_PAD=width, LAYER=problem.option("kind") == "layer", DBIAS=bias, TMA=tma, NVIDIA=info.nvidia,
             PRECISION=precision(dy.dtype, info), **config,
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ def _finish(z, mu, r, weight, bias, y, m, n, rows, N: tl.constexpr, BLOCK_M: tl.
 @triton.jit(do_not_specialize=["rows"])
 def linear_norm_fwd_kernel(
     x, w, y, b, weight, bias, rstd, stride_x: tl.constexpr, rows, eps,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LAYER: tl.constexpr, LINEAR_BIAS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y [rows, N] and rstd; N <= 4 · BLOCK_N."""
@@ -48,11 +48,11 @@ def linear_norm_fwd_kernel(
     kept2 = kept0
     mu = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
-    for s in tl.range(0, tl.cdiv(blocks - tl.program_id(0), PROGRAMS) * (chunks * steps)):
+    for s in tl.range(0, tl.cdiv(blocks - tl.program_id(0), tl.num_programs(0)) * (chunks * steps)):
         k = s % steps * BLOCK_K
         chunk = s // steps % chunks
         n = chunk * BLOCK_N
-        m = tl.cast(tl.program_id(0) + s // (steps * chunks) * PROGRAMS, tl.int64) * BLOCK_M
+        m = tl.cast(tl.program_id(0) + s // (steps * chunks) * tl.num_programs(0), tl.int64) * BLOCK_M
         a = load_tile(x, stride_x, m, k, rows, K, BLOCK_M, BLOCK_K, TMA)
         c = load_tile(w, K, n, k, N, K, BLOCK_N, BLOCK_K, TMA)
         acc = tl.dot(a, tl.trans(c), acc, input_precision=PRECISION)
@@ -100,7 +100,7 @@ def linear_norm_fwd_kernel(
 def linear_norm_bwd_dx_kernel(
     dy, y, w, dz, dx, rstd, dbias, stride_dy: tl.constexpr, rows,
     K: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, LAYER: tl.constexpr, DBIAS: tl.constexpr, TMA: tl.constexpr, NVIDIA: tl.constexpr,
+    ROWS: tl.constexpr, LAYER: tl.constexpr, DBIAS: tl.constexpr, TMA: tl.constexpr, NVIDIA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dz [rows, N] = r (dy − y mean(dy y) [− mean(dy)]) of an affine-free norm, dx = dz w, and partial sums of dz [programs, N].
@@ -113,7 +113,7 @@ def linear_norm_bwd_dx_kernel(
     blocks = tl.cdiv(rows, BLOCK_M)
     all_columns = tl.arange(0, N_PAD)
     sums = tl.zeros([N_PAD], tl.float32)
-    for block in range(tl.program_id(0), blocks, PROGRAMS):
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         m = tl.cast(block, tl.int64) * BLOCK_M
         for part in range(0, BLOCK_M, ROWS):
             i = m + part + tl.arange(0, ROWS)
@@ -128,7 +128,7 @@ def linear_norm_bwd_dx_kernel(
                 sums += tl.sum(tl.where((all_columns < N)[None, :], d, 0.0), 0)
         tl.debug_barrier()
         if NVIDIA:
-            following = m + PROGRAMS * BLOCK_M
+            following = m + tl.num_programs(0) * BLOCK_M
             prefetch_tile(dy, stride_dy, following, 0, rows, N, BLOCK_M, N_PAD)
             prefetch_tile(y, N, following, 0, rows, N, BLOCK_M, N_PAD)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -91,7 +91,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
             source(x_rows, m, r, tma), source(added, m, r, tma), source(folded, c, r, tma), source(y, m, c, tma),
             total, x_rows, added, shift, folded.float().sum(1) if layer else None, mean, rstd,
             stride(x_rows), stride(added), rows, problem.option("eps"),
-            K=k, N=n, PROGRAMS=programs, LAYER=layer, SHIFT=shift is not None, RESIDUAL=residual is not None, TMA=tma,
+            K=k, N=n, LAYER=layer, SHIFT=shift is not None, RESIDUAL=residual is not None, TMA=tma,
             PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip
 
@@ -149,7 +149,7 @@ def _dx(problem: Problem, x: Tensor, folded: Tensor, dy: Tensor, dtotal: Tensor 
         launch(
             norm_linear_bwd_dx_kernel, (programs,), x.device,
             source(dy, m, r, tma), source(folded, r, c, tma), x, dtotal, dx, mean, rstd, stride(dy), stride(x), stride(dtotal), rows,
-            K=k, N=n, PROGRAMS=programs, LAYER=problem.option("kind") == "layer", DTOTAL=dtotal is not None, TMA=tma, NVIDIA=info.nvidia,
+            K=k, N=n, LAYER=problem.option("kind") == "layer", DTOTAL=dtotal is not None, TMA=tma, NVIDIA=info.nvidia,
             PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip
 

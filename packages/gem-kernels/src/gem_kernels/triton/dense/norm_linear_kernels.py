@@ -28,13 +28,13 @@ from gem_kernels.triton.dense.tiles import load_tile, prefetch_tile, program_bar
 def norm_linear_fwd_kernel(
     x, residual, w, y, total, x_rows, residual_rows, shift, column_sum, mean, rstd,
     stride_x: tl.constexpr, stride_r: tl.constexpr, rows, eps,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LAYER: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y, mean, rstd and total = x + residual. ``x_rows``, ``residual_rows``: plain pointers to x and residual."""
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tl.cdiv(rows, BLOCK_M) * column_tiles
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         m = tl.cast(tile // column_tiles, tl.int64) * BLOCK_M
         n = tile % column_tiles * BLOCK_N
         i = m + tl.arange(0, BLOCK_M)
@@ -80,7 +80,7 @@ def norm_linear_fwd_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def norm_linear_bwd_dx_kernel(
     dy, w, x, dtotal, dx, mean, rstd, stride_dy: tl.constexpr, stride_x: tl.constexpr, stride_dt: tl.constexpr, rows,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LAYER: tl.constexpr, DTOTAL: tl.constexpr, TMA: tl.constexpr, NVIDIA: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dx = r (g − x̂ mean(g x̂) [− mean(g)]) (+ dtotal), g = dy w. BLOCK_K columns of the reduction N a step."""
@@ -91,11 +91,11 @@ def norm_linear_bwd_dx_kernel(
     g_sum = tl.zeros([BLOCK_M], tl.float32)
     gx_sum = tl.zeros([BLOCK_M], tl.float32)
     # one loop by hand: the compiler cannot fuse loops that carry sums from tile to tile
-    for s in tl.range(0, tl.cdiv(blocks - tl.program_id(0), PROGRAMS) * (chunks * steps)):
+    for s in tl.range(0, tl.cdiv(blocks - tl.program_id(0), tl.num_programs(0)) * (chunks * steps)):
         n = s % steps * BLOCK_K
         chunk = s // steps % chunks
         c = chunk * BLOCK_N
-        m = tl.cast(tl.program_id(0) + s // (steps * chunks) * PROGRAMS, tl.int64) * BLOCK_M
+        m = tl.cast(tl.program_id(0) + s // (steps * chunks) * tl.num_programs(0), tl.int64) * BLOCK_M
         if NVIDIA and n == 0:
             prefetch_tile(x, stride_x, m, c, rows, K, BLOCK_M, BLOCK_N)
         a = load_tile(dy, stride_dy, m, n, rows, N, BLOCK_M, BLOCK_K, TMA)

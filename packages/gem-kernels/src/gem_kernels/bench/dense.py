@@ -1,0 +1,255 @@
+"""``python -m gem_kernels.bench dense``: block_attention, norm, norm_linear, linear_norm, mlp and norm_gdpa beside what a user would run.
+
+Examples::
+
+    python -m gem_kernels.bench dense --budget-seconds 500 --out results
+    python -m gem_kernels.bench dense --rows block-64,mlp-128 --tune --out results   # measure every candidate configuration first
+
+Columns: ms (median of CUDA-graph replays, variants interleaved), eager_ms (launched from Python), tflops and gbs (of the least arithmetic
+and the least bytes), of_gemm and of_copy (shares of the rates measured in this run), error (largest relative error of results and gradients
+against float64), of_torch (that error over the one of the same computation in eager PyTorch bf16), peak_mib (memory an eager call
+allocates), speedup (over the named peer), target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import shlex
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.hookspecs import KernelSpec
+from gem_core.ops.contracts import contracts
+from gem_kernels.bench._dense_rows import ROWS, Case, Named, Row
+from gem_kernels.bench.report import environment, say, write
+from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
+from gem_kernels.triton import block, dense
+from gem_kernels.triton.common import tune
+from gem_kernels.triton.common.device import TARGETS
+from gem_kernels.triton.common.launch import compile_only
+
+COLUMNS = [
+    "row", "pass", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_copy", "error", "of_torch", "peak_mib", "speedup", "target",
+]  # fmt: skip
+SPECS: dict[str, KernelSpec] = {s.op: s for s in (*block.specs(), *dense.specs())}
+WORSE_THAN_TORCH = 1.5
+"""An error over this many times that of eager PyTorch in the same dtype is not timed."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m gem_kernels.bench dense", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", default="", help="comma-separated names (default: all): " + ", ".join(r.name for r in ROWS))
+    parser.add_argument("--budget-seconds", type=float, default=500.0, help="start no row after this time")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-eager", action="store_true", help="leave out the eager column and the peak memory")
+    parser.add_argument("--tune", action="store_true", help="measure all candidate configurations and use the best; they are in the JSON")
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1), help="processes that compile ahead (0: none)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", help="folder of the results (default: $OUT)")
+    args = parser.parse_args(argv)
+    started = time.monotonic()
+    names = args.rows.split(",") if args.rows else [r.name for r in ROWS]
+    rows = [r for r in ROWS if r.name in names]
+    # compiled backward passes are replayed many times, so they must not reuse the memory of what forward saved
+    torch._functorch.config.donated_buffer = False
+    compile_ahead(rows, args)
+    say(f"compiled ahead: {time.monotonic() - started:.0f} s")
+    limits = ceilings()
+    say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s, copy {limits.copy:.2f} TB/s")
+    command = "python -m gem_kernels.bench dense " + shlex.join(argv)
+    data: dict[str, Any] = {"environment": environment(command, gemm_tflops=limits.gemm, copy_tbs=limits.copy), "results": [], "tuned": []}
+    for row in rows:
+        if time.monotonic() - started > args.budget_seconds:
+            say(f"{row.name}: not run, the budget of {args.budget_seconds:.0f} s is used up")
+            continue
+        try:
+            run_row(row, args, limits, data)
+        except Exception as error:
+            say(f"{row.name}: {type(error).__name__}: {str(error)[:500]}")
+        write(args.out, "dense", data, COLUMNS)
+        torch._dynamo.reset()
+        release()
+    return 0
+
+
+def compile_ahead(rows: list[Row], args: argparse.Namespace) -> None:
+    """Fill Triton's disk cache from several processes, so that the rows do not wait for the compiler one kernel at a time."""
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if not args.workers or target not in TARGETS:
+        return
+    jobs = [(row.name, pass_, target, args.tune) for row in rows for pass_ in ("forward", "backward")]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with concurrent.futures.ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
+        for job, fault in zip(jobs, pool.map(_compile_row, jobs)):
+            if fault:
+                say(f"compiling {job[0]} {job[1]}: {fault}")
+
+
+def _compile_row(job: tuple[str, str, str, bool]) -> str | None:
+    name, pass_, target, everything = job
+    try:
+        with compile_only(target, every_candidate=everything):
+            case = next(r for r in ROWS if r.name == name).build("cpu")
+            spec, problem = SPECS[case.op], case.problem()
+            result, saved = spec.forward(problem, *case.tensors())
+            if pass_ == "backward":
+                spec.backward(problem, saved, _douts(case, result, seed=3), _needs(case))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return None
+
+
+def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str, Any]) -> None:
+    """Check and time every variant of a row, print the lines, add them to ``data``."""
+    began = time.monotonic()
+    case = row.build("cuda")
+    spec, problem = SPECS[case.op], case.problem()
+    result, saved = spec.forward(problem, *case.tensors())
+    douts = _douts(case, result, seed=3)
+    needs = _needs(case)
+    runs = {
+        "forward": lambda: spec.forward(problem, *case.tensors()),
+        "backward": lambda: spec.backward(problem, saved, douts, needs),
+    }
+    for pass_, run in runs.items():
+        notes: dict[str, dict[str, Any]] = {}
+        variants: dict[str, Any] = {}
+        if args.tune:
+            with tune.tuning() as timings:
+                run()
+            data["tuned"] += timings
+            for entry in timings:
+                tried = sorted(entry["tried"], key=lambda t: t["ms"])[:4]
+                say(f"  tuned {entry['kernel']} {entry['facts']}: " + "; ".join(f"{t['use']} {t['ms']:.4g} ms" for t in tried))
+        got = _first(run()[0]) if pass_ == "forward" else run()
+        error, yardstick = check(case, pass_, got, _first(douts))
+        notes["triton"] = {"error": error, "of_torch": error / yardstick}
+        del got
+        if error > WORSE_THAN_TORCH * yardstick:
+            say(f"  {row.name} {pass_}: error {error:.2e} against float64, eager PyTorch {yardstick:.2e}: not timed")
+            continue
+        if not args.no_eager:
+            notes["triton"]["peak_mib"] = peak_bytes(run) / 2**20
+            notes["triton"]["eager_ms"] = statistics.median(interleaved_ms({"eager": run}, rounds=3, target_ms=15)["eager"])
+        variants["triton"] = capture(run)
+        for name, peer in {} if args.no_peers else case.peers.items():
+            with contextlib.suppress(_Skipped):
+                variants[name] = _peer(row, case, name, peer, pass_, _first(douts))
+        times = {n: statistics.median(ms) for n, ms in interleaved_ms(variants, rounds=args.rounds).items()}
+        for name, ms in times.items():
+            line = _line(row, case, pass_, name, ms, times, limits) | notes.get(name, {})
+            data["results"].append(line)
+            shown = " ".join(f"{c}={line[c]:.4g}" if isinstance(line[c], float) else f"{c}={line[c]}" for c in COLUMNS[3:] if c in line)
+            say(f"{row.name:26s} {pass_:8s} {name:28s} {shown}")
+        del variants
+        torch.cuda.synchronize()
+        release()
+    say(f"  ({time.monotonic() - began:.0f} s)")
+
+
+def _line(row: Row, case: Case, pass_: str, name: str, ms: float, times: dict[str, float], limits: Ceilings) -> dict[str, Any]:
+    backward = pass_ == "backward"
+    least = case.backward_bytes if backward else case.forward_bytes
+    flops = case.backward_flops if backward else case.forward_flops
+    line: dict[str, Any] = {"row": row.name, "pass": pass_, "impl": name, "ms": ms, "gbs": least / ms * 1e-6}
+    line["of_copy"] = least / ms * 1e-9 / limits.copy
+    if flops:
+        line |= {"tflops": flops / ms * 1e-9, "of_gemm": flops / ms * 1e-9 / limits.gemm}
+    if name != "triton":
+        return line
+    peer = next((p for p in times if p not in ("triton", "linear alone")), None)
+    if peer:
+        line["speedup"] = times[peer] / ms
+    if pass_ in row.targets:
+        what, least_value = row.targets[pass_]
+        value = line["of_copy"] if what == "copy" else times[what] / ms if what in times else None
+        line["target"] = f"{what} >= {least_value}: " + ("?" if value is None else "met" if value >= least_value else f"{value:.2f}")
+    return line
+
+
+class _Skipped(Exception):
+    """The variant is not timed; the reason was printed."""
+
+
+def _peer(row: Row, case: Case, name: str, peer: Any, pass_: str, dout: Tensor) -> Any:
+    """The replay of a peer. Its backward can only be captured on the stream that its forward ran on."""
+    try:
+        leaves = {n: t.detach().requires_grad_(n in case.leaves) if _floating(t) else t for n, t in case.named.items()}
+        stream().wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream()):
+            result = peer(leaves)
+        torch.cuda.synchronize()
+        if pass_ == "forward":
+            with torch.no_grad():
+                peer(leaves)
+                return capture(lambda: peer(leaves))
+        wanted = [leaves[n] for n in case.leaves]
+        return capture(lambda: torch.autograd.grad(result, wanted, dout, retain_graph=True, allow_unused=True))
+    except Exception as error:
+        say(f"  {row.name} {pass_} {name}: {type(error).__name__}: {str(error)[:300]}")
+        torch.cuda.synchronize()
+        raise _Skipped from None
+
+
+def check(case: Case, pass_: str, got: Any, dout: Tensor) -> tuple[float, float]:
+    """Largest relative error of our results against float64, and that of the plain computation in the row's dtype.
+
+    Errors are pooled over the parts of a row: a gradient that vanishes in one sample has no relative error of its own.
+    """
+    pooled: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    everything = slice(None)
+    for named, where in case.parts or [(case.named, {})]:
+        wanted, rough = (_plain(case, named, dout[where.get("out", everything)], fine, pass_) for fine in (True, False))
+        if pass_ == "forward":
+            mine = {"out": got}
+        else:
+            mine = dict(zip(contracts()[case.op].differentiable, got))
+        for name, value in wanted.items():
+            pooled.setdefault(name, []).append((mine[name][where.get(name, everything)], rough[name], value))
+    worst = (0.0, 1e-30)
+    for found in pooled.values():
+        ours, theirs, truth = (torch.cat([f[i].flatten() for f in found]) for i in range(3))
+        pair = relative_error(ours, truth), relative_error(theirs, truth)
+        if pair[0] / pair[1] > worst[0] / worst[1]:
+            worst = pair
+    return worst
+
+
+def _plain(case: Case, named: Named, dout: Tensor, fine: bool, pass_: str) -> dict[str, Tensor]:
+    given = {n: t.double() if fine and _floating(t) else t for n, t in named.items()}
+    if pass_ == "forward":
+        with torch.no_grad():
+            return {"out": case.plain(given)}
+    leaves = {n: t.detach().requires_grad_(n in case.leaves) if _floating(t) else t for n, t in given.items()}
+    result = case.plain(leaves)
+    grads = torch.autograd.grad(result, [leaves[n] for n in case.leaves], dout.to(result.dtype))
+    return dict(zip(case.leaves, grads))
+
+
+def _floating(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _douts(case: Case, result: Any, seed: int) -> Any:
+    """A gradient for the op's result; none for x + residual, which the peers do not return."""
+    first = _first(result)
+    dout = torch.randn(first.shape, device=first.device, generator=torch.Generator(first.device).manual_seed(seed)).to(first.dtype)
+    return dout if len(contracts()[case.op].differentiable_outputs) == 1 else (dout, None)
+
+
+def _needs(case: Case) -> tuple[bool, ...]:
+    return tuple(n in case.leaves for n in contracts()[case.op].differentiable)

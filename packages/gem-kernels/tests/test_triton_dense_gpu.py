@@ -1,0 +1,214 @@
+"""The dense, block and jagged kernels on a GPU at sizes that matter: error beside PyTorch's, large tensors, many and long samples.
+
+    python -m pytest -m gpu packages/gem-kernels/tests/test_triton_dense_gpu.py
+
+The whole contract runs there too: test_triton_block.py, test_triton_dense.py and test_triton_jagged.py use the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gem_core import ops
+from gem_core.jagged import lengths_to_offsets
+from gem_core.testing.kernels import deterministic
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16 = torch.bfloat16
+OVER_INT32 = (1 << 31) + (1 << 20)
+NAMES = [
+    "block-64", "block-64-rotary", "block-128", "norm_linear-rms", "norm_linear-layer", "norm_linear-rms-residual", "linear_norm-rms",
+    "linear_norm-layer", "mlp-64", "mlp-128", "mlp-256", "mlp-128-rms", "norm_gdpa", "norm-rms", "norm-layer-residual",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _memory():
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+def _room(gib: float) -> None:
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of device memory, {free:.0f} are free")
+
+
+def _draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+    x = torch.empty(shape, dtype=dtype, device="cuda")
+    return x.normal_(generator=torch.Generator("cuda").manual_seed(seed)).mul_(scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_error_is_at_most_one_and_a_half_times_that_of_pytorch(name: str) -> None:
+    """bf16 results and gradients of the benchmark's rows against float64, beside eager PyTorch in bf16."""
+    from gem_kernels.bench import _dense_rows, dense
+
+    _room(40)
+    case = next(r for r in _dense_rows.ROWS if r.name == name).build("cuda")
+    spec, problem = dense.SPECS[case.op], case.problem()
+    result, saved = spec.forward(problem, *case.tensors())
+    douts = dense._douts(case, result, seed=3)
+    grads = spec.backward(problem, saved, douts, dense._needs(case))
+    for pass_, got in (("forward", dense._first(result)), ("backward", grads)):
+        error, yardstick = dense.check(case, pass_, got, dense._first(douts))
+        assert error <= 1.5 * yardstick, f"{pass_}: {error:.2e}, PyTorch {yardstick:.2e}"
+        if case.op == "block_attention" and pass_ == "backward":
+            assert -20 * math.log10(error) > 45, f"gradients have {-20 * math.log10(error):.1f} dB"
+
+
+@pytest.mark.parametrize("name", ["block-64-rotary", "norm_linear-rms", "linear_norm-rms", "mlp-128", "norm_gdpa"])
+def test_repeated_runs_are_bit_equal(name: str) -> None:
+    from gem_kernels.bench import _dense_rows, dense
+
+    _room(40)
+    case = next(r for r in _dense_rows.ROWS if r.name == name).build("cuda")
+    spec = dense.SPECS[case.op]
+    with deterministic():
+        problem = case.problem()
+        assert problem.deterministic
+        result, saved = spec.forward(problem, *case.tensors())
+        douts = dense._douts(case, result, seed=3)
+        first = spec.backward(problem, saved, douts, dense._needs(case))
+        for _ in range(3):
+            again = spec.backward(problem, saved, douts, dense._needs(case))
+            assert all(torch.equal(a, b) for a, b in zip(first, again) if a is not None)
+
+
+def _same_as_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: tuple[Tensor, ...], dout: Tensor, rows: slice) -> None:
+    """The sample in ``rows`` by itself gives the same bits."""
+    leaves = [t[rows].detach().clone().requires_grad_() for t in (q, k, v)]
+    offsets = torch.tensor([0, rows.stop - rows.start], device="cuda")
+    alone = ops.block_attention(*leaves, offsets, backend="triton")
+    assert torch.equal(alone, out[rows])
+    for mine, whole in zip(torch.autograd.grad(alone, leaves, dout[rows]), grads):
+        assert torch.equal(mine, whole[rows])
+
+
+@pytest.mark.parametrize("lengths", [[200_000], [OVER_INT32 // 512 - 70, 70]], ids=["one of 200,000", "over 2^31 elements"])
+def test_block_attention_of_long_samples(lengths: list[int]) -> None:
+    n = sum(lengths)
+    _room(9 * n * 512 * 2 / 2**30)
+    q, k, v = (_draw(n, 4, 128, seed=i).requires_grad_() for i in range(3))
+    dout = _draw(n, 4, 128, seed=5)
+    out = ops.block_attention(q, k, v, lengths_to_offsets(torch.tensor(lengths)).cuda(), backend="triton")
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        tail = slice(n - 70 if len(lengths) > 1 else (n - 70) // 64 * 64, n)
+        head = slice(0, 64)
+    for rows in (head, tail):
+        _same_as_alone(q, k, v, out.detach(), grads, dout, rows)
+
+
+def test_block_attention_of_many_short_samples() -> None:
+    lengths = torch.randint(0, 4, (100_000,), generator=torch.Generator().manual_seed(0))
+    offsets, n = lengths_to_offsets(lengths), int(lengths.sum())
+    q, k, v = (_draw(n, 4, 64, seed=i).requires_grad_() for i in range(3))
+    dout = _draw(n, 4, 64, seed=5)
+    out = ops.block_attention(q, k, v, offsets.cuda(), backend="triton")
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    # every sample fits in one block, so that a dense computation over three padded rows is the reference
+    position = torch.arange(n) - offsets[:-1].repeat_interleave(lengths)
+    at = torch.repeat_interleave(torch.arange(100_000), lengths).cuda() * 3 + position.cuda()
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    pq, pk, pv = (torch.zeros(300_000, 4, 64, dtype=torch.float64, device="cuda").index_copy(0, at, t).view(-1, 3, 4, 64) for t in leaves)
+    seen = torch.arange(3, device="cuda") < lengths.cuda()[:, None]
+    scores = torch.einsum("bihd,bjhd->bhij", pq, pk) / 8
+    p = torch.softmax(scores.masked_fill(~seen[:, None, None, :], -1e30), -1)
+    want = torch.einsum("bhij,bjhd->bihd", p, pv).reshape(-1, 4, 64)[at]
+    for got, expected in zip((out, *grads), (want, *torch.autograd.grad(want, leaves, dout.double()))):
+        assert (got - expected).norm() <= 6e-3 * expected.norm()
+
+
+def _tail_is_right(op: str, rows: int, width: int, wanted: tuple[str, ...], **arguments: object) -> None:
+    """Results and dx of the last rows of a tensor over 2^31 elements equal those of a tensor of these rows only."""
+    x = _draw(rows, width).requires_grad_()
+    given = {n: t.requires_grad_() if isinstance(t, Tensor) else t for n, t in arguments.items()}
+    y = getattr(ops, op)(x, **given, backend="triton")
+    dy = _draw(*y.shape, seed=7)
+    (dx,) = torch.autograd.grad(y, (x,), dy)
+    last = slice(rows - 300, rows)
+    alone = x[last].detach().requires_grad_()
+    y_alone = getattr(ops, op)(alone, **given, backend="triton")
+    (dx_alone,) = torch.autograd.grad(y_alone, (alone,), dy[last])
+    for got, want in ((y[last], y_alone), (dx[last], dx_alone)):
+        assert (got.double() - want.double()).norm() <= 4e-3 * want.double().norm()
+
+
+@pytest.mark.parametrize("op", ["norm", "norm_linear", "linear_norm", "mlp"])
+def test_rows_over_2_31_elements(op: str) -> None:
+    width = 64 if op == "mlp" else 512
+    rows = OVER_INT32 // width
+    _room(8 * rows * width * 2 / 2**30 + 4)
+    w = _draw(width, width, seed=1, scale=width**-0.5)
+    arguments = {"norm": {}, "mlp": {"w1": w, "b1": None, "w2": w.clone(), "b2": None}}.get(op, {"w": w})
+    _tail_is_right(op, rows, width, ("x",), **arguments)
+
+
+def test_norm_gdpa_over_2_31_elements() -> None:
+    lengths = torch.tensor([OVER_INT32 // 512 - 300, 300])
+    n = int(lengths.sum())
+    _room(9 * n * 512 * 2 / 2**30)
+    q = _draw(n, 4, 128).requires_grad_()
+    k, v = (_draw(200, 4, 128, seed=i, scale=0.1).requires_grad_() for i in (1, 2))
+    q_offsets, k_offsets = lengths_to_offsets(lengths).cuda(), torch.tensor([0, 100, 200], device="cuda")
+    out = ops.norm_gdpa(q, k, v, q_offsets, k_offsets, backend="triton")
+    dout = _draw(n, 4, 128, seed=4)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    tail, own = slice(n - 300, n), slice(100, 200)
+    alone = [q[tail].detach().requires_grad_(), k[own].detach().requires_grad_(), v[own].detach().requires_grad_()]
+    one = ops.norm_gdpa(*alone, torch.tensor([0, 300], device="cuda"), torch.tensor([0, 100], device="cuda"), backend="triton")
+    for got, want in zip((out[tail], dq[tail], dk[own], dv[own]), (one, *torch.autograd.grad(one, alone, dout[tail]))):
+        assert torch.equal(got, want)
+
+
+def test_jagged_ops_over_2_31_elements() -> None:
+    rows, width = OVER_INT32 // 256, 256
+    _room(8 * rows * width * 2 / 2**30)
+    a, b = _draw(rows, width), _draw(9, width, seed=1)
+    oa, ob = torch.tensor([0, 5, rows], device="cuda"), torch.tensor([0, 4, 9], device="cuda")
+    whole, offsets = ops.jagged_concat([(a, oa), (b, ob)], backend="triton")
+    assert torch.equal(whole[:5], a[:5])
+    assert torch.equal(whole[5:9], b[:4])
+    assert torch.equal(whole[-5:], b[4:])
+    assert torch.equal(whole[-1000:-5], a[-995:])
+    (first, _), (rest, _) = ops.jagged_split(whole, offsets, oa.diff(), first_rows=rows, backend="triton")
+    assert torch.equal(first[-1000:], a[-1000:])
+    assert torch.equal(rest, b)
+
+
+def test_new_lengths_do_not_recompile() -> None:
+    """Batches of new sizes run the kernels that are there. (0 and 1 rows are among them.)"""
+    from gem_kernels.triton.block import kernels
+    from gem_kernels.triton.dense import linear_norm_kernels, mlp_kernels, norm_gdpa_bwd, norm_gdpa_fwd, norm_kernels, norm_linear_kernels
+
+    modules = (kernels, linear_norm_kernels, mlp_kernels, norm_gdpa_bwd, norm_gdpa_fwd, norm_kernels, norm_linear_kernels)
+    jitted = [f for m in modules for n, f in vars(m).items() if n.endswith("_kernel")]
+
+    def compiled() -> int:
+        return sum(len(per_device[0]) for f in jitted for per_device in f.device_caches.values())
+
+    w = _draw(64, 64, scale=0.1).requires_grad_()
+    up, down = _draw(256, 64, scale=0.1).requires_grad_(), _draw(64, 256, scale=0.1).requires_grad_()
+
+    def step(lengths: list[int]) -> None:
+        n = sum(lengths)
+        offsets = lengths_to_offsets(torch.tensor(lengths)).cuda()
+        q = _draw(n, 2, 64).requires_grad_()
+        x = _draw(n, 64).requires_grad_()
+        o = ops.block_attention(q, q, q, offsets, backend="triton").sum()
+        o = o + ops.norm_gdpa(q, q, q, offsets, max_q_len=4096, max_k_len=4096, backend="triton").sum()
+        o = o + ops.norm(x, backend="triton").sum() + ops.norm_linear(x, w, backend="triton").sum()
+        o = o + ops.linear_norm(x, w, backend="triton").sum() + ops.mlp(x, up, None, down, None, backend="triton").sum()
+        o.backward()
+
+    step([5, 64, 100])
+    there = compiled()
+    for lengths in ([1], [17, 0, 3], [2048, 16], [0, 0], [4096, 4096, 1, 31], [100] * 333):
+        step(lengths)
+    assert compiled() == there

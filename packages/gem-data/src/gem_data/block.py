@@ -132,13 +132,22 @@ class Block:
     bags: dict[str, Bag] = field(default_factory=dict)
     good: NDArray[np.bool_] | None = None
 
-    def take(self, rows: Rows) -> Block:
-        """A copy of these rows, without quarantined ones."""
-        if self.good is not None:
+    def take(self, rows: Rows, *, drop: bool = True) -> Block:
+        """A copy of these rows; quarantined ones are left out, or with ``drop = False`` stay marked."""
+        good = None
+        if self.good is not None and drop:
             rows = np.arange(self.size)[rows] if isinstance(rows, slice) else rows
             rows = rows[self.good[rows]]
+        elif self.good is not None:
+            good = self.good[rows]
         size = len(range(*rows.indices(self.size))) if isinstance(rows, slice) else rows.size
-        return Block(size, {k: _rows(v, rows) for k, v in self.fixed.items()}, {k: b.take(rows) for k, b in self.bags.items()})
+        return Block(size, {k: _rows(v, rows) for k, v in self.fixed.items()}, {k: b.take(rows) for k, b in self.bags.items()}, good)
+
+    @property
+    def events(self) -> Ints:
+        """Events of each row ``[n]`` over all histories."""
+        lengths = [np.diff(bag.offsets) for key, bag in self.bags.items() if key.startswith("sequences.")]
+        return np.sum(lengths, axis=0) if lengths else np.zeros(self.size, dtype=np.int64)
 
     @staticmethod
     def join(blocks: Sequence[Block]) -> Block:

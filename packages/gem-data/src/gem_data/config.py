@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from gem_core.config.base import FrozenConfig
 from gem_core.errors import ConfigError
+from gem_data.balance import Batching, Fixed
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 
@@ -25,6 +26,7 @@ class ParquetConfig(FrozenConfig):
     shuffle: bool = Field(True, description="shuffle the training split: order of row groups, and rows within a window of them")
     window: int = Field(65_536, gt=0, description="rows shuffled together, at least; a window is made of whole row groups")
     prefetch: int = Field(4, ge=0, description="batches kept ready by background threads; 0: no threads")
+    batching: Batching = Field(Fixed(), description="fixed, bbs (balanced), bucket (by length) or tokens (a budget)")
     quarantine: str | None = Field(None, description='folder for the rows that features with policy = "quarantine" refuse')
 
     def paths(self, split: str) -> tuple[str, ...]:

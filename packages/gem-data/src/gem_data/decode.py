@@ -43,6 +43,19 @@ class Decoder:
         """
         return tuple(dict.fromkeys(leaf for name in (*self.columns, *more) for leaf in locate(file, name).leaves))
 
+    @property
+    def length_columns(self) -> tuple[str, ...]:
+        """One column of each history: enough to know its lengths."""
+        firsts = ((spec, *next(iter(spec.fields.items()))) for spec in self.features.sequences.values())
+        return tuple(_column(field, key) for _, key, field in firsts)
+
+    def events(self, chunk: Chunk) -> Ints:
+        """Events of each row ``[n]`` over all histories, as `decode` keeps them, from ``length_columns`` alone."""
+        total = np.zeros(chunk.size, dtype=np.int64)
+        for column, spec in zip(self.length_columns, self.features.sequences.values()):
+            total += np.clip(chunk.lists(column).lengths - spec.drop_first, 0, spec.max_length)
+        return total
+
     def check(self, file: DataFile) -> None:
         """Raise what the file's schema alone shows to be wrong: missing columns and wrong types."""
         self.leaves(file)

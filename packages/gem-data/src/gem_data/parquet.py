@@ -10,49 +10,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from gem_core.batch import Batch
 from gem_core.config.features import Dense, Features, Ids
 from gem_core.errors import ConfigError, DataError
-from gem_core.sources.hashing import GOLDEN, key_of, mix64, mix64_
 from gem_core.sources.order import Cursor, Plan, Span
 from gem_data import quarantine
 from gem_data.arrow import Ints
+from gem_data.balance import Balanced, Batching, Fixed, TokenPlan, Tokens
 from gem_data.block import Block
 from gem_data.columns import Chunk, locate
 from gem_data.decode import Decoder
 from gem_data.files import DataFile, Path, Reader, find_files
 from gem_data.filters import Filter
 from gem_data.prefetch import Ahead
+from gem_data.units import Epochs, Unit, Window, holding
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One row group with ``rows`` rows that pass the filter."""
-
-    file: DataFile
-    row_group: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class Window:
-    """Units read together, the samples ``start <= i < stop`` of the epoch's order; ``number`` seeds the shuffle of its rows."""
-
-    number: int
-    units: tuple[Unit, ...]
-    start: int
-    stop: int
+Decoded = tuple[Window, Block, Ints | None]
+"""A window, its rows, and their order in the epoch (None: as they are)."""
 
 
 class ParquetSource:
@@ -64,6 +49,7 @@ class ParquetSource:
     :param window: rows shuffled together, at least.
     :param filter: row filter beside ``features.filter``; see `filters`.
     :param prefetch: batches kept ready by background threads; 0: everything happens in the caller's thread.
+    :param batching: how samples are cut into batches; see `balance`.
     :param quarantine: folder for rows that a feature with policy = "quarantine" refuses. Positions count them, so batches that lose rows
         are smaller; ``quarantined`` counts the rows so far.
     :raises DataError: everything that is wrong with the files; ConfigError: with the declaration.
@@ -84,9 +70,10 @@ class ParquetSource:
         filter: str | None = None,
         prefetch: int = 4,
         quarantine: str | None = None,
+        batching: Batching = Fixed(),  # noqa: B008 (frozen)
         root: str = ".",
     ) -> None:
-        self.features, self.seed, self.shuffle, self.window = features, seed, shuffle, window
+        self.features, self.seed, self.batching = features, seed, batching
         self.quarantine, self.quarantined = quarantine, 0
         self._prefetch = prefetch
         self._decoder = Decoder(features)
@@ -98,11 +85,17 @@ class ParquetSource:
         for file in self.files:
             for name in self._filter_columns:
                 locate(file, name)
-        self._units = self._count()
-        total = sum(unit.rows for unit in self._units)
+        self._epochs = Epochs(tuple(self._count()), seed, window if shuffle else None)
+        total = sum(unit.rows for unit in self._epochs.units)
         if not total:
             raise self._nothing()
+        self._known_events: dict[tuple[str, int], NDArray[np.int32]] = {}
+        self._check_batching(batch_size)
         self._cursor = Cursor(total, batch_size, rank, world_size, drop_last)
+        if batching.steps > 1:
+            self._cursor.group, self._cursor.arranged = batching.steps, self._arranged
+        if isinstance(batching, Tokens):
+            self._cursor.make_plan = self._token_plan
 
     @property
     def rows(self) -> int:
@@ -149,10 +142,16 @@ class ParquetSource:
     def _identity(self) -> dict[str, Any]:
         """What a position means nothing without."""
         digest = hashlib.sha256()
-        for unit in self._units:
+        for unit in self._epochs.units:
             digest.update(f"{unit.file.path.rsplit('/', 1)[-1]}:{unit.row_group}:{unit.rows};".encode())
-        seed = self.seed if self.shuffle else None
-        return {"seed": seed, "window": self.window if self.shuffle else None, "files": len(self.files), "digest": digest.hexdigest()}
+        shuffled = self._epochs.window is not None
+        return {
+            "seed": self.seed if shuffled else None,
+            "window": self._epochs.window,
+            "batching": self.batching.model_dump(mode="json"),
+            "files": len(self.files),
+            "digest": digest.hexdigest(),
+        }
 
     def _count(self) -> list[Unit]:
         """All row groups with rows that pass the filters. Reads the filters' columns, but for row groups that statistics rule out."""
@@ -205,100 +204,154 @@ class ParquetSource:
                 fix='set [data.parquet] quarantine = "folder"',
             )
 
+    def _check_batching(self, batch_size: int) -> None:
+        if not isinstance(self.batching, Fixed) and not self.features.sequences:
+            raise ConfigError(
+                f"batching by length ({self.batching.kind}) needs a history", where="[data.parquet.batching]", fix='set kind = "fixed"'
+            )
+        if isinstance(self.batching, Balanced) and batch_size % self.batching.base:
+            raise ConfigError(
+                f"batch_size {batch_size} is no multiple of the base batches' {self.batching.base} samples",
+                where="[data.parquet.batching]",
+                fix="change batch_size or base",
+            )
+
     # --- reading ------------------------------------------------------------------------------------------------------------------
 
-    def _windows(self, epoch: int) -> list[Window]:
-        units = self._units
-        if self.shuffle:
-            units = [units[i] for i in _permutation(len(units), mix64(key_of(self.seed) ^ mix64(epoch)))]
-        windows: list[Window] = []
-        held: list[Unit] = []
-        start = at = 0
-        for i, unit in enumerate(units):
-            held.append(unit)
-            at += unit.rows
-            if not self.shuffle or at - start >= self.window or i == len(units) - 1:
-                windows.append(Window(len(windows), tuple(held), start, at))
-                held, start = [], at
-        return windows
-
     def _batches(self, epoch: int, plan: Plan, first: int) -> Generator[Batch, None, None]:
-        windows = self._windows(epoch)
-        rank = self._cursor.rank
-        steps = (plan.read(rank, step) for step in range(first, plan.steps))
-        make = self._decoded(_needed(windows, plan.read(rank, first, plan.steps)), epoch)
+        # An arranged group of steps is made from its first step on, also where the run goes on in its middle.
+        begin = first // self.batching.steps * self.batching.steps
+        windows = holding(self._epochs.windows(epoch), plan.read(self._cursor.rank, begin, plan.steps))
+        make = self._decoded(windows, epoch)
         ahead = Ahead(lambda: make, 1, "gem-data row groups") if self._prefetch else None
         try:
-            yield from self._assembled(iter(ahead) if ahead else make, steps)
+            decoded = iter(ahead) if ahead else make
+            for block in (
+                self._arranged_blocks(decoded, plan, begin, first) if self.batching.steps > 1 else self._blocks(decoded, plan, first)
+            ):
+                yield block.to_batch(self.features)
         finally:
             if ahead is not None:
                 ahead.close()
             else:
                 make.close()
 
-    def _decoded(self, windows: list[Window], epoch: int) -> Generator[tuple[Window, Block, Ints | None], None, None]:
+    def _decoded(self, windows: list[Window], epoch: int) -> Generator[Decoded, None, None]:
         reader = Reader()
         try:
             for window in windows:
                 block = Block.join([self._decode(unit, reader) for unit in window.units])
-                order = None
-                if self.shuffle:
-                    order = _permutation(block.size, mix64(mix64(key_of(self.seed) ^ mix64(epoch)) ^ (window.number + 1)))
-                yield window, block, order
-                del block, order
+                yield window, block, self._epochs.order(epoch, window)
+                del block
         finally:
             reader.close()
 
     def _decode(self, unit: Unit, reader: Reader) -> Block:
-        file, group = unit.file, unit.row_group
-        table = reader.row_group(file, group, self._decoder.leaves(file, self._filter_columns))
-        kept = None
-        if self._filters:
-            mask = self._mask(file, table, file.rows[group])
-            kept = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
-            table = table.filter(mask)
-        chunk = Chunk(file, group, table, unit.rows, kept)
+        chunk = self._chunk(unit, reader, self._decoder.columns)
         block = self._decoder.decode(chunk)
         if chunk.reasons:
             assert self.quarantine is not None  # _check_quarantine
             path = quarantine.write(self.quarantine, chunk, reader)
             self.quarantined += len(chunk.reasons)
-            _log.warning("%d rows of %s, row group %d, went to %s", len(chunk.reasons), file.path, group, path)
+            _log.warning("%d rows of %s, row group %d, went to %s", len(chunk.reasons), unit.file.path, unit.row_group, path)
         return block
 
-    def _assembled(self, decoded: Iterator[tuple[Window, Block, Ints | None]], steps: Iterable[list[Span]]) -> Iterator[Batch]:
-        window, block, order = None, None, None
-        for spans in steps:
-            parts: list[Block] = []
-            for start, stop in spans:
-                while start < stop:
-                    if window is None or start >= window.stop or start < window.start:
-                        window = block = order = None
-                        window, block, order = next(decoded)
-                    end = min(stop, window.stop)
-                    assert block is not None
-                    low, high = start - window.start, end - window.start
-                    parts.append(block.take(slice(low, high) if order is None else order[low:high]))
-                    start = end
-            yield Block.join(parts).to_batch(self.features) if parts else self._empty()
+    def _chunk(self, unit: Unit, reader: Reader, columns: tuple[str, ...]) -> Chunk:
+        """The unit's rows that pass the filters, with ``columns``."""
+        file, group = unit.file, unit.row_group
+        table = reader.row_group(file, group, self._decoder.leaves(file, columns + self._filter_columns))
+        kept = None
+        if self._filters:
+            mask = self._mask(file, table, file.rows[group])
+            kept = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
+            table = table.filter(mask)
+        return Chunk(file, group, table, unit.rows, kept)
 
-    def _empty(self) -> Batch:
+    def _blocks(self, decoded: Iterator[Decoded], plan: Plan, first: int) -> Iterator[Block]:
+        """The rows of each step."""
+        collect = _Collector(decoded)
+        for step in range(first, plan.steps):
+            yield Block.join(collect(plan.read(self._cursor.rank, step)) or [self._empty()])
+
+    def _arranged_blocks(self, decoded: Iterator[Decoded], plan: Plan, begin: int, first: int) -> Iterator[Block]:
+        """The rows of each step from ``first`` on, groups of steps arranged by length."""
+        collect, rank = _Collector(decoded, drop=False), self._cursor.rank
+        for start in range(begin, plan.steps, self.batching.steps):
+            stop = min(start + self.batching.steps, plan.steps)
+            block = Block.join(collect(plan.read(rank, start, stop)) or [self._empty()])
+            sizes = _sizes(plan, rank, start, stop)
+            order, at = self.batching.arrange(block.events, sizes), 0
+            for step, size in zip(range(start, stop), sizes):
+                if step >= first:
+                    yield block.take(order[at : at + size])
+                at += size
+
+    def _empty(self) -> Block:
         file = self.files[0]
-        return self._decoder.decode(Chunk(file, 0, file.schema.empty_table(), 0)).to_batch(self.features)
+        return self._decoder.decode(Chunk(file, 0, file.schema.empty_table(), 0))
+
+    # --- lengths without the rest -----------------------------------------------------------------------------------------------------
+
+    def _arranged(self, epoch: int, plan: Plan, rank: int, first: int, stop: int) -> Ints:
+        """`gem_core.sources.order.Arranged`: what ``rank`` was given in these steps, known from the lengths of its rows."""
+        spans = plan.read(rank, first, stop)
+        positions = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.zeros(0, dtype=np.int64)
+        return positions[self.batching.arrange(self._events(epoch, spans), _sizes(plan, rank, first, stop))]
+
+    def _token_plan(self, epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan:
+        assert isinstance(self.batching, Tokens)
+        costs = self.batching.cost.of(self._events(epoch, spans))
+        return TokenPlan(spans, world, batch_size, drop_last, costs, self.batching)
+
+    def _events(self, epoch: int, spans: Sequence[Span]) -> Ints:
+        """Events of the samples of ``spans``, in their order."""
+        found = []
+        windows = iter(holding(self._epochs.windows(epoch), spans))
+        window, events = None, np.zeros(0, dtype=np.int64)
+        for start, stop in spans:
+            while start < stop:
+                if window is None or start >= window.stop:
+                    window = next(windows)
+                    events = np.concatenate([self._unit_events(unit) for unit in window.units])
+                    order = self._epochs.order(epoch, window)
+                    events = events if order is None else events[order]
+                    continue
+                end = min(stop, window.stop)
+                found.append(events[start - window.start : end - window.start])
+                start = end
+        return np.concatenate(found).astype(np.int64) if found else events
+
+    def _unit_events(self, unit: Unit) -> NDArray[np.int32]:
+        key = unit.file.path, unit.row_group
+        if key not in self._known_events:
+            with closing(Reader()) as reader:
+                chunk = self._chunk(unit, reader, self._decoder.length_columns)
+            self._known_events[key] = self._decoder.events(chunk).astype(np.int32)
+        return self._known_events[key]
 
 
-def _needed(windows: list[Window], spans: list[Span]) -> list[Window]:
-    """The windows that hold the spans, in order."""
-    starts = np.array([w.start for w in windows])
-    found: list[Window] = []
-    for start, stop in spans:
-        first = int(np.searchsorted(starts, start, side="right")) - 1
-        last = int(np.searchsorted(starts, stop, side="left"))
-        found += [w for w in windows[first:last] if not found or found[-1] is not w]
-    return found
+class _Collector:
+    """Takes the rows of ascending spans out of the decoded windows."""
+
+    def __init__(self, decoded: Iterator[Decoded], drop: bool = True) -> None:
+        self._decoded, self._drop = decoded, drop
+        self._held: Decoded | None = None
+
+    def __call__(self, spans: Sequence[Span]) -> list[Block]:
+        parts = []
+        for start, stop in spans:
+            while start < stop:
+                if self._held is None or start >= self._held[0].stop:
+                    self._held = None  # before the next one is waited for, so that no third window is in memory
+                    self._held = next(self._decoded)
+                    continue
+                window, block, order = self._held
+                end = min(stop, window.stop)
+                low, high = start - window.start, end - window.start
+                parts.append(block.take(slice(low, high) if order is None else order[low:high], drop=self._drop))
+                start = end
+        return parts
 
 
-def _permutation(n: int, key: int) -> Ints:
-    """Seeded permutation, the same on every machine and in every version of NumPy."""
-    mixed = mix64_(np.arange(n, dtype=np.uint64) * GOLDEN ^ np.uint64(key))
-    return np.argsort(mixed, kind="stable")
+def _sizes(plan: Plan, rank: int, first: int, stop: int) -> list[int]:
+    return [plan.taken(rank, step + 1) - plan.taken(rank, step) for step in range(first, stop)]

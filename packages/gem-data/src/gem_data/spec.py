@@ -38,6 +38,7 @@ def build_parquet(
         filter=config.filter(split),
         prefetch=config.prefetch,
         quarantine=config.quarantine,
+        batching=config.batching,
         root=config.root,
     )
 

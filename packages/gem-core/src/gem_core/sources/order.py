@@ -8,9 +8,12 @@ and batch size, can be made for exactly what is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
 
 from gem_core.errors import ConfigError, DataError
 
@@ -33,9 +36,9 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return sum(b - a for a, b in self.spans)
+        return self._ends[-1]
 
-    @property
+    @cached_property
     def steps(self) -> int:
         if self.drop_last:
             return self.total // self.world // self.batch_size
@@ -63,21 +66,51 @@ class Plan:
         left: list[Span] = []
         for rank in range(self.world):
             start, stop = self.share(rank)
-            for span in self._between(start + self.taken(rank, step), stop):
-                if left and left[-1][1] == span[0]:
-                    left[-1] = (left[-1][0], span[1])
-                else:
-                    left.append(span)
-        return tuple(left)
+            left += self._between(start + self.taken(rank, step), stop)
+        return joined(left)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate((b - a for a, b in self.spans), initial=0))
 
     def _between(self, start: int, stop: int) -> list[Span]:
-        found, at = [], 0
-        for a, b in self.spans:
-            low, high = max(start, at), min(stop, at + b - a)
-            if low < high:
-                found.append((a + low - at, a + high - at))
-            at += b - a
+        """The samples ``start <= i < stop``, counted along ``spans``."""
+        found = []
+        i = bisect_right(self._ends, start) - 1
+        while start < stop:
+            a, at = self.spans[i][0], self._ends[i]
+            upto = min(stop, self._ends[i + 1])
+            found.append((a + start - at, a + upto - at))
+            start, i = upto, i + 1
         return found
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Sorted spans, neighbours made one."""
+    found: list[Span] = []
+    for a, b in sorted(spans):
+        if found and found[-1][1] == a:
+            found[-1] = (found[-1][0], b)
+        elif a < b:
+            found.append((a, b))
+    return tuple(found)
+
+
+class Arranged(Protocol):
+    """The samples of rank ``rank`` in the steps ``first <= step < stop`` of a plan, as positions of the epoch's order, in the order in
+    which they are handed out. For sources that rearrange the samples of ``group`` steps before they cut them into batches."""
+
+    def __call__(self, epoch: int, plan: Plan, rank: int, first: int, stop: int) -> Any: ...
+
+
+class MakePlan(Protocol):
+    """Another `Plan` than the one with a fixed batch size."""
+
+    def __call__(self, epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan: ...
+
+
+def _fixed(epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan:
+    return Plan(spans, world, batch_size, drop_last)
 
 
 @dataclass
@@ -94,6 +127,9 @@ class Cursor:
     world: int = 1
     drop_last: bool = False
     epoch: int = 0
+    group: int = 1
+    arranged: Arranged | None = None
+    make_plan: MakePlan = _fixed
     _past: list[tuple[int, int, bool, int]] = field(default_factory=list)
     _plan: Plan | None = None
     _step: int = 0
@@ -108,8 +144,8 @@ class Cursor:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that each rank gets in a whole epoch."""
-        return Plan(((0, self.total),), self.world, self.batch_size, self.drop_last).steps
+        """Batches that each rank gets in the whole present epoch."""
+        return self.make_plan(self.epoch, self._whole, self.world, self.batch_size, self.drop_last).steps
 
     def begin(self) -> tuple[int, Plan, int]:
         """(epoch, plan, step to go on from)."""
@@ -119,7 +155,7 @@ class Cursor:
         if self._plan is not None:
             self.epoch += 1
         self._past, self._step, self._loaded = [], 0, False
-        self._plan = Plan(((0, self.total),) if self.total else (), self.world, self.batch_size, self.drop_last)
+        self._plan = self.make_plan(self.epoch, self._whole, self.world, self.batch_size, self.drop_last)
         return self.epoch, self._plan, 0
 
     def advance(self) -> None:
@@ -142,18 +178,18 @@ class Cursor:
                 f"the position was stored over {state['total']} samples, the source now has {self.total}",
                 fix="resume on the same files with the same filter, or start a new run",
             )
-        self.epoch, self._step, self._past, self._loaded = int(state["epoch"]), 0, [], True
+        self.epoch, self._step, self._loaded = int(state["epoch"]), 0, True
         mine = (self.world, self.batch_size, self.drop_last)
         plan: Plan | None = None
-        for world, batch_size, drop_last, steps in state["steps"]:
-            if plan is not None:
-                self._past.append((plan.world, plan.batch_size, plan.drop_last, self._step))
-            spans = ((0, self.total),) if plan is None else plan.rest(self._step)
-            plan, self._step = Plan(spans, int(world), int(batch_size), bool(drop_last)), int(steps)
-        if plan is not None and mine != (plan.world, plan.batch_size, plan.drop_last):
-            self._past.append((plan.world, plan.batch_size, plan.drop_last, self._step))
-            done = plan.drop_last and self._step >= plan.steps
-            plan, self._step = Plan(() if done else plan.rest(self._step), *mine), 0
+        self._past = [(int(w), int(b), bool(d), int(s)) for w, b, d, s in state["steps"]]
+        for world, batch_size, drop_last, steps in self._past:
+            plan = self.make_plan(self.epoch, self._whole if plan is None else self._rest(plan), world, batch_size, drop_last)
+            self._step = steps
+        if plan is not None and mine == (plan.world, plan.batch_size, plan.drop_last):
+            self._past.pop()
+        elif plan is not None:
+            done = self._step >= plan.steps
+            plan, self._step = self.make_plan(self.epoch, () if done else self._rest(plan), *mine), 0
         self._plan = plan
 
     def steps(self) -> Iterator[tuple[int, list[Span]]]:
@@ -164,3 +200,19 @@ class Cursor:
             self.advance()
             yield epoch, spans
         self.finish()
+
+    @property
+    def _whole(self) -> tuple[Span, ...]:
+        return ((0, self.total),) if self.total else ()
+
+    def _rest(self, plan: Plan) -> tuple[Span, ...]:
+        """What no rank has read after ``_step`` steps of ``plan``, also from the middle of an arranged group."""
+        first = self._step // self.group * self.group
+        if self.arranged is None or first == self._step:
+            return plan.rest(self._step)
+        stop = min(first + self.group, plan.steps)
+        left = list(plan.rest(stop))
+        for rank in range(plan.world):
+            order = self.arranged(self.epoch, plan, rank, first, stop)
+            left += [(i, i + 1) for i in map(int, order[plan.taken(rank, self._step) - plan.taken(rank, first) :])]
+        return joined(left)

@@ -1,4 +1,4 @@
-"""A seeded permutation of 0 .. n-1 that can be evaluated at any positions, in no memory."""
+"""Seeded permutations: one in memory, and one that can be evaluated at any positions in no memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_core.sources.hashing import key_of, mix64, mix64_
+from gem_core.sources.hashing import GOLDEN, key_of, mix64, mix64_
 
 _ROUNDS = 6
+
+
+def permutation(n: int, key: int) -> NDArray[np.int64]:
+    """Seeded permutation of 0 .. n-1, the same on every machine and in every version of NumPy."""
+    mixed = mix64_(np.arange(n, dtype=np.uint64) * GOLDEN ^ np.uint64(key))
+    return np.argsort(mixed, kind="stable")
 
 
 class Shuffle:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from gem_core.hookspecs import MetricSpec
+from gem_core.plugins import PluginManager
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -18,6 +22,22 @@ def test_the_example_runs(package: str, root: Path, run: Callable):
     assert blocks, f"the README of {package} has no python example"
     done = run(sys.executable, "-c", "\n".join(blocks))
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_plugin_of_the_front_page_is_one(root: Path):
+    """Loads, passes every check of the manager, and offers its metric."""
+    (block,) = BLOCK.findall((root / "README.md").read_text())
+    scope: dict = {}
+    exec(block, scope)
+    acme = types.ModuleType("acme.metrics")
+    acme.Lift = object  # what the reader's own package holds
+    sys.modules |= {"acme": types.ModuleType("acme"), "acme.metrics": acme}
+    try:
+        manager = PluginManager(entry_points=())
+        manager.add("acme", scope["plugin"])
+        assert manager.find("metric", "lift") == MetricSpec("lift", object)
+    finally:
+        del sys.modules["acme"], sys.modules["acme.metrics"]
 
 
 def test_links_lead_somewhere(root: Path):

@@ -1,5 +1,7 @@
 """FLOPs and parameters against torch's own counter, hand counts, and the pinned presets."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from gem_core.errors import ConfigError
 from gem_core.model import builtin_specs
 from gem_core.model.classic import Dcn, Dlrm, WukongModel
-from gem_core.model.config import DcnConfig, DinConfig, DlrmConfig, GemConfig, HstuConfig, SasRecConfig, WukongModelConfig
+from gem_core.model.config import DcnConfig, DinConfig, DlrmConfig, GemConfig, HstuConfig, SasRecConfig, SequenceConfig, WukongModelConfig
 from gem_core.model.din import Din
+from gem_core.model.flops import attention_pairs
 from gem_core.model.gem import Gem
 from gem_core.model.presets import PRESETS, counts, dense_parameters, find, preset
 from gem_core.model.sequential import Hstu, SasRec
@@ -160,6 +163,28 @@ def test_hand_count_of_one_layer():
     assert dense["attention"] == d * 3 * d + 3 * d + d * d + d
     assert dense["interaction"] == 4 * rows + (rows * 2 + 2 * rows * 2 + rows * 2 * 11 + 11 + 11 * 16 + 16) + 2 * rows + 2 * 8
     assert sum(dense.values()) == sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
+
+
+KINDS = ("full", "causal", "window", "causal_window")
+
+
+@pytest.mark.parametrize(("kind", "cls", "candidate"), [("block", 0, False), *itertools.product(KINDS, (0, 2), (False, True))])
+def test_attended_pairs_by_brute_force(kind, cls, candidate):
+    c = SequenceConfig(attention=kind, window=3, block=4, candidate=candidate, cls=cls)
+    seen = 0
+    for length in LENGTHS:
+        history = length + cls
+        for i in range(history + candidate):
+            for j in range(history + candidate):
+                context = i < cls or j < cls
+                near = abs(min(i, history) - j) <= 3 or "window" not in kind
+                before = j <= i or "causal" not in kind
+                block = i // 4 == j // 4 or kind != "block"
+                if j == history or i == history:
+                    seen += i == j or (i == history and (j < cls or near))
+                else:
+                    seen += context or (near and before and block)
+    assert attention_pairs(kind, c, torch.tensor(LENGTHS)) == seen
 
 
 def test_next_event_counts_for_training_only():

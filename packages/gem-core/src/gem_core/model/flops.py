@@ -192,17 +192,28 @@ def attention_pairs(kind: str, c: SequenceConfig, lengths: Tensor, window: tuple
 
     ``window`` is that of the options where the kind has one, unless given.
     """
-    rows = lengths + c.cls + int(c.candidate)
+    rows = lengths.long() + c.cls + int(c.candidate)
     if kind == "block":
         return int(block_pairs(rows, c.block).sum())
+    causal = kind in ("causal", "causal_window")
     if window is None and kind in ("window", "causal_window"):
         window = (c.window, c.window)
-    pairs = attended_pairs(
-        rows,
-        rows,
-        num_targets=torch.ones_like(rows) if c.candidate else None,
-        context_len=torch.full_like(rows, c.cls) if c.cls else None,
-        causal=kind in ("causal", "causal_window"),
-        window=window,
-    )
+    if c.cls:
+        targets = torch.ones_like(rows) if c.candidate else None
+        context = torch.full_like(rows, c.cls)
+        return int(attended_pairs(rows, rows, num_targets=targets, context_len=context, causal=causal, window=window).sum())
+    # Counted by sample, not by row: this runs for every batch on the host.
+    h = lengths.long()
+    left, right = (-1, -1) if window is None else window
+    pairs = _earlier(h, left) + h + (0 if causal else _earlier(h, right))
+    if c.candidate:
+        pairs = pairs + (h if left < 0 else h.clamp(max=left)) + 1
     return int(pairs.sum())
+
+
+def _earlier(h: Tensor, reach: int) -> Tensor:
+    """``sum_p min(p, reach)`` over p = 0 .. h - 1: pairs with an earlier row at most ``reach`` away (negative: any)."""
+    if reach < 0:
+        return h * (h - 1) // 2
+    near = h.clamp(max=reach)
+    return near * (near - 1) // 2 + (h - near) * reach

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import store_ragged
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.bias import load_times, pair_bias
 from gem_kernels.triton.attention.masks import query_block, query_walk, sample_geometry, visible
-from gem_kernels.triton.attention.tiles import load_rows, store_rows, zero_slack
+from gem_kernels.triton.attention.tiles import load_rows, store_box, store_rows, zero_slack
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -177,7 +176,7 @@ def walk_queries(
             dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * ds_scale
             if DQ == 1:
                 if TMA:
-                    store_ragged(dq_box, q_row.to(tl.int32), lq, [m0, head * D], dq_tile.to(dq.dtype.element_ty))
+                    store_box(dq_box, q_row, m0, lq, head, dq_tile, BLOCK_M, D)
                 else:
                     store_rows(dq, q_row, m0, lq, head, stride_dqn, stride_dqh, dq_tile, BLOCK_M, D, D_PAD)
             else:

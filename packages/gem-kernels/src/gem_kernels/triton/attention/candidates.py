@@ -48,7 +48,7 @@ def _row_block(p: Plan) -> int:
 def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.forward and attention.forward_subtract."""
     if info.key == "interpreter":
-        return [_forward(32, 32, 1, 1, PERSISTENT=1)]
+        return [_forward(64, 32, 1, 1, PERSISTENT=1)]
     wide = max(p.d_pad, p.dv_pad)
     if p.dtype == "fp32":
         block = 32 if wide <= 64 else 16
@@ -88,7 +88,7 @@ def _resident(p: Plan, wide: int) -> list[Config]:
 def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.dq and attention.q_resident (BLOCK_M is then raised to the longest sample)."""
     if info.key == "interpreter":
-        return [_config(32, 16, 1, 1, PERSISTENT=1)]
+        return [_config(64, 32, 1, 1, PERSISTENT=1)]
     wide = max(p.d_pad, p.dv_pad)
     if p.dtype == "fp32":
         return [_config(16, 16 if wide > 64 else 32, 4, 1, PERSISTENT=4 if p.broadcast else 0)]
@@ -115,7 +115,7 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
 def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.dkdv, attention.atomic, attention.sample and attention.kv_resident (BLOCK_N is then raised to the longest sample)."""
     if info.key == "interpreter":
-        return [_config(16, 32, 1, 1, PERSISTENT=1)]
+        return [_config(32, 64, 1, 1, PERSISTENT=1)]
     wide = max(p.d_pad, p.dv_pad)
     if p.dtype == "fp32":
         return [_config(16 if wide > 64 else 32, 16, 4, 1)]
@@ -144,7 +144,7 @@ def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
 def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     """For attention.bias."""
     if info.key == "interpreter":
-        return [_config(32, 16, 1, 1, PERSISTENT=2)]
+        return [_config(32, 64, 1, 1, PERSISTENT=2)]
     if p.dtype == "fp32":
         return [_config(16, 16, 4, 1, PERSISTENT=4)]
     return [_config(64, 32, 8, 2, TMA=info.tma, PERSISTENT=2), _config(64, 32, 4, 2, TMA=info.tma, PERSISTENT=2)]

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels.triton.common.device import assumed
-from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.common.launch import compiling, launch
 
 CHUNK = 256
 _CLASSES = 32
@@ -138,7 +137,7 @@ def _reusable(sources: Sources) -> bool:
     """Whether a list may outlive this call: not in a CUDA graph, whose replays see new offsets in the same tensors, nor for tensors without
     a version to tell that they were written to."""
     given = [t for t in sources if t is not None]
-    if not given or any(t.is_inference() for t in given) or assumed():
+    if not given or any(t.is_inference() for t in given) or compiling():
         return False
     return not (given[0].is_cuda and torch.cuda.is_current_stream_capturing())
 

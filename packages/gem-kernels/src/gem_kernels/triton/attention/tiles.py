@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, to_ragged_indices
 
 _MAX_TMA_ROWS = 2**30
 
@@ -77,6 +77,13 @@ def store_rows(
         mask = mask & (c < COLS)[None, :]
     at = dst + head.to(tl.int64) * stride_h + (row0 + r)[:, None] * stride_n + c[None, :]
     tl.store(at, tile.to(dst.dtype.element_ty), mask)
+
+
+@triton.jit
+def store_box(box, row0, start, rows, head, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`store_rows` through a ragged descriptor, which leaves rows outside the sample alone."""
+    c0, c1, c2 = to_ragged_indices(row0.to(tl.int32), rows, start)
+    box.store([c0, c1, c2, head * COLS], tl.reshape(tile.to(box.dtype), [1, 1, ROWS, COLS]))
 
 
 @triton.jit

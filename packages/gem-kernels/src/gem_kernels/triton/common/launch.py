@@ -65,6 +65,11 @@ def compile_only(target: str, every_candidate: bool = False) -> Iterator[list[Co
         _recorder.reset(token)
 
 
+def compiling() -> bool:
+    """Whether launches only compile: nothing is computed."""
+    return _recorder.get() is not None
+
+
 def compiling_every_candidate() -> bool:
     """Whether `compile_only` asked for all candidates."""
     recorder = _recorder.get()

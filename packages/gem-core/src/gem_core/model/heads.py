@@ -32,10 +32,10 @@ class Heads(nn.Module):
         width = (config.tokens or n) * dim
         self.shared = nn.Linear(width, config.shared) if config.shared else None
         self.dropout = nn.Dropout(dropout)
-        self.mlps = TaskHeads(Mlp(config.shared or width, (*config.hidden, 1), dropout=dropout) for _ in tasks)
+        self.mlps = TaskHeads(Mlp(config.shared or width, (*config.hidden, 1), activation="silu", dropout=dropout) for _ in tasks)
 
     def forward(self, x: Tensor) -> Tensor:
         y = (x if self.mix is None else self.mix(x)).flatten(1)
         if self.shared is not None:
-            y = self.dropout(activate(self.shared(y), "relu"))
+            y = self.dropout(activate(self.shared(y), "silu"))
         return self.mlps(y)

@@ -214,12 +214,26 @@ def test_double_precision_and_autocast():
 
 
 def test_compiles_without_graph_breaks():
-    model = gem(layers=1, **with_tower(candidate=True, event={"compare": True, "time_buckets": 4})).eval()
+    options = with_tower(candidate=True, event={"compare": True, "time_buckets": 4})
+    model = gem(layers=1, sparse_gradients=False, **options).eval()
     batch = random_batch(sample_features(), 5, lengths=[3, 0, 2, 4, 1])
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     assert torch.allclose(compiled(batch).logits, model(batch).logits, atol=1e-5)
     other = random_batch(sample_features(), 4, lengths=[2, 6, 0, 1], seed=4)
     assert torch.allclose(compiled(other).logits, model(other).logits, atol=1e-5)
+
+
+def test_compiled_training_with_sparse_gradients():
+    """The lookups stay outside the graphs, the rest is traced with its backward."""
+    model = gem(layers=1, **with_tower(attention="none", pffn={"kind": "none"}, pooling={"seeds": 1})).train()
+    batch = random_batch(sample_features(), 4, lengths=[2, 0, 1, 3])
+    task_loss(model(batch), batch).backward()
+    expected = {n: p.grad.to_dense() for n, p in model.named_parameters()}
+    model.zero_grad()
+    task_loss(torch.compile(model, backend="aot_eager", dynamic=True)(batch), batch).backward()
+    assert model.tables.weight("item").grad.is_sparse
+    for n, p in model.named_parameters():
+        assert torch.allclose(p.grad.to_dense(), expected[n], atol=1e-6), n
 
 
 def test_tables_can_be_replaced():

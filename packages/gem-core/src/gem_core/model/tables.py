@@ -185,6 +185,14 @@ class LocalTables(nn.Module):
             yield f"{name}.accumulator", self.accumulator(name)
 
     def forward(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        # torch.compile cannot trace a backward that gives sparse gradients: with them the lookups stay outside its graphs.
+        return self._look_up_eagerly(group) if self.sparse else self._look_up(group)
+
+    @torch.compiler.disable
+    def _look_up_eagerly(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        return self._look_up(group)
+
+    def _look_up(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         bounds, b = group.key_bounds(), group.batch_size
         places = {key: i for i, key in enumerate(group.keys)}
         result: dict[str, Tensor | tuple[Tensor, Tensor]] = {}

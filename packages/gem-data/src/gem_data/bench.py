@@ -136,6 +136,7 @@ def run(rows: int, repeats: int, threads: int, seed: int, folder: Path | None) -
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = Path(temporary) / "bench.parquet"
         _child("make", path, rows, seed)
+        _child("make", path.with_name("small.parquet"), 600, seed)
         peak = json.loads(_child("peak", path, threads, 0))
         want, size = arrow_alone(path)
         variants: dict[str, Callable[[], Totals]] = {
@@ -144,23 +145,33 @@ def run(rows: int, repeats: int, threads: int, seed: int, folder: Path | None) -
             "batches shuffled": lambda: batches(path, True),
         }
         seconds: dict[str, list[float]] = {name: [] for name in variants}
+        cpu: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(repeats):
             for name, variant in variants.items():
-                begin = time.perf_counter()
+                begin, cpu_begin = time.perf_counter(), time.process_time()
                 got = variant()
                 seconds[name].append(time.perf_counter() - begin)
+                cpu[name].append(time.process_time() - cpu_begin)
                 if got != want:
                     raise RunError(f"{name} gave (rows, events, sum) {got}, pyarrow {want}; nothing is reported")
         slow_rows = min(10_000, rows)
         slow, slow_seconds = row_by_row(path, slow_rows)
-        return _record(rows, threads, seed, size, path.stat().st_size, seconds, slow[0] / slow_seconds, peak)
+        return _record(rows, threads, seed, size, path.stat().st_size, seconds, cpu, slow[0] / slow_seconds, peak)
 
 
 def _record(
-    rows: int, threads: int, seed: int, size: int, stored: int, seconds: dict[str, list[float]], slow: float, peak: dict[str, int]
+    rows: int,
+    threads: int,
+    seed: int,
+    size: int,
+    stored: int,
+    seconds: dict[str, list[float]],
+    cpu: dict[str, list[float]],
+    slow: float,
+    peak: dict[str, int],
 ) -> dict[str, Any]:
-    best = {name: min(times) for name, times in seconds.items()}
-    floor = best["pyarrow alone"]
+    best, work = ({name: min(times) for name, times in kind.items()} for kind in (seconds, cpu))
+    floor, least = best["pyarrow alone"], work["pyarrow alone"]
     return {
         "command": f"gemrec bench data --rows {rows} --threads {threads} --seed {seed}",
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "threads": threads, "load": os.getloadavg()[0], "system": platform.platform()},
@@ -173,7 +184,16 @@ def _record(
         "decoded_bytes": size,
         "lengths": histogram(LAW.draw(rows, seed)),
         "seconds": seconds,
-        "rates": {name: {"rows_per_s": rows / t, "decoded_gb_per_s": size / t / 1e9, "of_pyarrow": floor / t} for name, t in best.items()}
+        "cpu_seconds": cpu,
+        "rates": {
+            name: {
+                "rows_per_s": rows / t,
+                "decoded_gb_per_s": size / t / 1e9,
+                "of_pyarrow": floor / t,
+                "cpu_of_pyarrow": work[name] / least,
+            }
+            for name, t in best.items()
+        }
         | {"row by row": {"rows_per_s": slow, "of_pyarrow": slow * floor / rows}},
         "times_row_by_row": rows / best["batches in file order"] / slow,
         "times_row_by_row_shuffled": rows / best["batches shuffled"] / slow,
@@ -188,12 +208,13 @@ def table(record: dict[str, Any]) -> str:
         f"{record['machine']['threads']} threads of {record['machine']['cpu']} (load {record['machine']['load']:.1f}), "
         f"pyarrow {record['versions']['pyarrow']}. History lengths: mean {record['lengths']['mean']:.0f}, max {record['lengths']['max']}.",
         "",
-        "| reader | rows/s | decoded GB/s | of pyarrow alone |",
-        "|---|---|---|---|",
+        "| reader | rows/s | decoded GB/s | of pyarrow alone | CPU time, pyarrow alone = 1 |",
+        "|---|---|---|---|---|",
     ]
     for name, rate in record["rates"].items():
         speed = f"{rate['decoded_gb_per_s']:.2f}" if "decoded_gb_per_s" in rate else ""
-        lines.append(f"| {name} | {rate['rows_per_s']:,.0f} | {speed} | {rate['of_pyarrow']:.1%} |")
+        cpu = f"{rate['cpu_of_pyarrow']:.2f}" if "cpu_of_pyarrow" in rate else ""
+        lines.append(f"| {name} | {rate['rows_per_s']:,.0f} | {speed} | {rate['of_pyarrow']:.1%} | {cpu} |")
     lines += [
         "",
         f"Against row by row: {record['times_row_by_row']:.0f} times, shuffled {record['times_row_by_row_shuffled']:.0f} times. "
@@ -214,8 +235,10 @@ def _child(*arguments: Any) -> str:
 
 
 def _peak(path: Path) -> dict[str, int]:
-    """Peak memory of reading shuffled batches, above what the process held when the source was ready."""
+    """Peak memory of reading shuffled batches, above what the process held after it had read a small file: libraries, threads, buffers."""
     unit = 1 if sys.platform == "darwin" else 1024
+    for _ in ParquetSource(path.with_name("small.parquet"), features(), batch_size=BATCH, shuffle=True, window=ROW_GROUP):
+        pass
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     for _ in ParquetSource(path, features(), batch_size=BATCH, shuffle=True, window=ROW_GROUP):
         pass

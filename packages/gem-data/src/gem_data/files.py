@@ -149,7 +149,9 @@ def _open(filesystem: pafs.FileSystem, path: str, size: int) -> pq.ParquetFile:
     stream = None
     try:
         stream = filesystem.open_input_file(path)
-        return pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
+        # Reading ahead pays over a network; a local file would only sit in memory twice.
+        remote = not isinstance(filesystem, pafs.LocalFileSystem)
+        return pq.ParquetFile(stream, pre_buffer=remote, page_checksum_verification=True)
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         reason = error
     if stream is None:
@@ -184,7 +186,7 @@ class Reader:
         :raises DataError: the file has changed since the source was made, or its pages cannot be decoded.
         """
         try:
-            table = self._file(file).read_row_group(index, columns=list(leaves), use_threads=True)
+            table = self._read(self._file(file), file, index, leaves)
             for column in table.columns:
                 column.validate(full=True)
         except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
@@ -204,6 +206,28 @@ class Reader:
             if stats is not None and stats.has_min_max:
                 found[column.path_in_schema] = (stats.min, stats.max, stats.null_count if stats.has_null_count else None)
         return found
+
+    @staticmethod
+    def _read(source: pq.ParquetFile, file: DataFile, index: int, leaves: Sequence[str]) -> pa.Table:
+        """All columns, a few at a time: decoding needs about as much memory again as what it decodes."""
+        group = source.metadata.row_group(index)
+        sizes = {group.column(i).path_in_schema: group.column(i).total_uncompressed_size for i in range(group.num_columns)}
+        columns: dict[str, list[str]] = {}
+        for leaf in leaves:
+            columns.setdefault(_top(file, leaf), []).append(leaf)
+        limit = max(sum(sizes[leaf] for leaf in leaves) / 4, pa.cpu_count() * max((sizes[leaf] for leaf in leaves), default=0))
+        tables, part, load = [], [], 0
+        for own in columns.values():
+            size = sum(sizes[leaf] for leaf in own)
+            if part and load + size > limit:
+                tables.append(source.read_row_group(index, columns=part, use_threads=True))
+                part, load = [], 0
+            part, load = part + own, load + size
+        tables.append(source.read_row_group(index, columns=part, use_threads=True))
+        for more in tables[1:]:
+            for name, column in zip(more.schema.names, more.columns):
+                tables[0] = tables[0].append_column(name, column)
+        return tables[0]
 
     def close(self) -> None:
         while self._open:
@@ -230,3 +254,8 @@ class Reader:
                 where=file.path,
                 fix="put the old file back and resume, or start a new run; write new data under a new name",
             )
+
+
+def _top(file: DataFile, leaf: str) -> str:
+    """The column that a leaf belongs to. A column's own name may hold dots."""
+    return max((name for name in file.schema.names if leaf == name or leaf.startswith(f"{name}.")), key=len)

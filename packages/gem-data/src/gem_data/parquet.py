@@ -68,7 +68,7 @@ class ParquetSource:
         drop_last: bool = False,
         window: int = 65_536,
         filter: str | None = None,
-        prefetch: int = 4,
+        prefetch: int = 2,
         quarantine: str | None = None,
         batching: Batching = Fixed(),  # noqa: B008 (frozen)
         root: str = ".",
@@ -243,6 +243,7 @@ class ParquetSource:
                 block = Block.join([self._decode(unit, reader) for unit in window.units])
                 yield window, block, self._epochs.order(epoch, window)
                 del block
+                pa.default_memory_pool().release_unused()
         finally:
             reader.close()
 
@@ -342,15 +343,20 @@ class _Collector:
         for start, stop in spans:
             while start < stop:
                 if self._held is None or start >= self._held[0].stop:
-                    self._held = None  # before the next one is waited for, so that no third window is in memory
+                    # Nothing may hold the old window while the next one is waited for: no third one has room in memory.
+                    self._held = None
                     self._held = next(self._decoded)
-                    continue
-                window, block, order = self._held
-                end = min(stop, window.stop)
-                low, high = start - window.start, end - window.start
-                parts.append(block.take(slice(low, high) if order is None else order[low:high], drop=self._drop))
-                start = end
+                part, start = self._taken(start, stop)
+                parts.append(part)
         return parts
+
+    def _taken(self, start: int, stop: int) -> tuple[Block, int]:
+        """Rows from ``start`` on in the window at hand, and where they end."""
+        assert self._held is not None
+        window, block, order = self._held
+        end = min(stop, window.stop)
+        low, high = start - window.start, end - window.start
+        return block.take(slice(low, high) if order is None else order[low:high], drop=self._drop), end
 
 
 def _sizes(plan: Plan, rank: int, first: int, stop: int) -> list[int]:

@@ -78,7 +78,8 @@ def ids(site: Site, array: pa.Array, spec: Ids, rows: int, salt: int) -> Ints:
 
 
 def _in_table(site: Site, values: Ints, missing: Bools | None, spec: Ids, rows: int) -> Ints:
-    if not values.size or (values.min() >= 0 and values.max() < rows):
+    # A negative id is a huge unsigned one: one pass over the values instead of two.
+    if not values.size or values.view(np.uint64).max() < rows:
         return values
     bad = (values < 0) | (values >= rows)
     if missing is not None:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from gem_core import ops
@@ -186,9 +187,9 @@ class LocalTables(nn.Module):
 
     def forward(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         # torch.compile cannot trace a backward that gives sparse gradients: with them the lookups stay outside its graphs.
-        return self._look_up_eagerly(group) if self.sparse else self._look_up(group)
+        return self._look_up_eagerly(group) if self.sparse and torch.compiler.is_compiling() else self._look_up(group)
 
-    @torch.compiler.disable
+    @_disable_dynamo  # torch.compiler.disable would import the compiler, and triton with it, along with this module
     def _look_up_eagerly(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         return self._look_up(group)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -80,7 +80,7 @@ class Chunk:
 
     def __init__(self, file: DataFile, row_group: int, table: pa.Table, size: int, kept: Ints | None = None) -> None:
         self.file, self.row_group, self.table, self.size, self.kept = file, row_group, table, size, kept
-        self.reasons: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}  # why a row goes to the quarantine
         self._lists: dict[str, Lists] = {}
 
     def array(self, name: str) -> pa.Array:
@@ -145,8 +145,3 @@ class Chunk:
 
     def wrong_type(self, column: str, error: WrongType, feature: str | None = None) -> NoReturn:
         raise DataError(str(error), where=self.where(column, feature=feature), fix=error.fix) from error
-
-    def refuse(self, rows: Sequence[int] | Ints, reason: str) -> None:
-        """Quarantine these rows."""
-        for row in np.unique(rows).tolist():
-            self.reasons.setdefault(row, reason)

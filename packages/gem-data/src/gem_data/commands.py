@@ -19,6 +19,7 @@ def register(app: CommandGroups) -> None:
     group.command()(inspect)
     group.command()(synth)
     group.command()(convert)
+    group.command()(validate)
 
 
 def inspect(
@@ -112,3 +113,43 @@ def bench(
     if out is not None:
         write_text(out / "data.json", json.dumps(record, indent=1) + "\n")
         write_text(out / "data.md", "# Parquet to batches\n\n" + text)
+
+
+def validate(
+    config: Annotated[Path, typer.Argument(help="TOML file with [data.parquet] and [features].", show_default=False)],
+    split: Annotated[
+        list[str] | None, typer.Option("--split", help="train, eval or test; may be repeated. Otherwise all declared.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")] = None,
+    out: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")] = None,
+) -> None:
+    """Check all rows against the [features] table: missing values, ranges, label rates, histories, duplicates, leaks of the future.
+
+    Exits with 2 if anything violates the table.
+
+    Example: gemrec data validate my.toml --html report.html
+    """
+    from gem_core.config import load_config
+    from gem_core.config.load import source_config
+    from gem_core.errors import ConfigError, DataError
+    from gem_data.config import ParquetConfig
+    from gem_data.report import page, text
+    from gem_data.validate import validate as check
+    from gem_data.writer import write_text
+
+    loaded = load_config(config, overrides or ())
+    options = source_config(loaded)
+    if not isinstance(options, ParquetConfig):
+        raise ConfigError(f"the source {loaded.data.source!r} has no files to validate", where="data.source", fix='set source = "parquet"')
+    splits = split or [s for s in ("train", "eval", "test") if getattr(options, s)]
+    reports = [check(options, loaded.features, s) for s in splits]
+    for report in reports:
+        print(text(report))
+    if out is not None:
+        write_text(out, page(reports))
+        print(f"{out}: written")
+    wrong = sum(len(r.violations) for r in reports)
+    if wrong:
+        raise DataError(
+            f"{wrong} kinds of violation in {', '.join(splits)}", where=str(config), fix="mend the data or the [features] table; see above"
+        )

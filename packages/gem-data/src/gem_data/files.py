@@ -216,7 +216,9 @@ class Reader:
         for leaf in leaves:
             columns.setdefault(_top(file, leaf), []).append(leaf)
         limit = max(sum(sizes[leaf] for leaf in leaves) / 4, pa.cpu_count() * max((sizes[leaf] for leaf in leaves), default=0))
-        tables, part, load = [], [], 0
+        tables: list[pa.Table] = []
+        part: list[str] = []
+        load = 0
         for own in columns.values():
             size = sum(sizes[leaf] for leaf in own)
             if part and load + size > limit:
@@ -258,4 +260,5 @@ class Reader:
 
 def _top(file: DataFile, leaf: str) -> str:
     """The column that a leaf belongs to. A column's own name may hold dots."""
-    return max((name for name in file.schema.names if leaf == name or leaf.startswith(f"{name}.")), key=len)
+    names: list[str] = file.schema.names
+    return max((name for name in names if leaf == name or leaf.startswith(f"{name}.")), key=len)

@@ -102,6 +102,15 @@ class ParquetSource:
         """Samples of an epoch over all ranks."""
         return self._cursor.total
 
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All row groups with rows that pass the filters, in the order of the files."""
+        return self._epochs.units
+
+    def chunk(self, unit: Unit, reader: Reader) -> Chunk:
+        """The undecoded rows of a unit, with all columns that the features read."""
+        return self._chunk(unit, reader, self._decoder.columns)
+
     def __len__(self) -> int:
         return self._cursor.steps_per_epoch
 
@@ -248,7 +257,7 @@ class ParquetSource:
             reader.close()
 
     def _decode(self, unit: Unit, reader: Reader) -> Block:
-        chunk = self._chunk(unit, reader, self._decoder.columns)
+        chunk = self.chunk(unit, reader)
         block = self._decoder.decode(chunk)
         if chunk.reasons:
             assert self.quarantine is not None  # _check_quarantine

@@ -56,7 +56,8 @@ class Site:
         positions = np.flatnonzero(bad)
         if policy != "quarantine":
             self.fail(what(int(positions[0])), fix, int(positions[0]))
-        self.chunk.refuse(self.row_of(positions), f"{self.column}: {what(int(positions[0]))}")
+        for position, row in zip(positions.tolist(), self.row_of(positions).tolist()):
+            self.chunk.reasons.setdefault(row, f"{self.column}: {what(position)}")
 
 
 def ids(site: Site, array: pa.Array, spec: Ids, rows: int, salt: int) -> Ints:

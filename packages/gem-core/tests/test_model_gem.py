@@ -13,6 +13,7 @@ from gem_core.model.din import Dice, Din
 from gem_core.model.gem import Gem
 from gem_core.model.loss import task_loss
 from gem_core.model.presets import preset
+from gem_core.model.tables import LocalTables
 from gem_core.testing.models import random_batch, sample_features, take
 
 TOWER = {"dim": 16, "heads": 2}
@@ -51,7 +52,7 @@ def two_histories():
         {"interaction": {"experts": ["dot"], "tokens": 3}, "norm": "rms", "gates": True},
         {"interaction": {"experts": ["dcnv2"], "dcnv2": {"rank": 2, "layers": 3}}, "feature_tokens": 11},
         {"interaction": {"wukong": {"rank": 0, "fm_tokens": 3}, "summary": 5}, "head": {"shared": 4, "hidden": []}},
-        {"sparse_gradients": False, "dropout": 0.5, "embedding_dropout": 0.5, "layers": 3},
+        {"dropout": 0.5, "embedding_dropout": 0.5, "layers": 3},
     ],
     ids=str,
 )
@@ -63,8 +64,6 @@ def test_every_option_runs_forward_and_backward(options):
     task_loss(output, batch).backward()
     missing = [n for n, p in model.named_parameters() if p.grad is None]
     assert not missing
-    sparse = {p.grad.is_sparse for p in model.tables.parameters()}
-    assert sparse == {options.get("sparse_gradients", True)}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,8 @@ def test_double_precision_and_autocast():
 
 def test_compiles_without_graph_breaks():
     options = with_tower(candidate=True, event={"compare": True, "time_buckets": 4})
-    model = gem(layers=1, sparse_gradients=False, **options).eval()
+    model = gem(layers=1, **options).eval()
+    model.tables = LocalTables(model.table_set, sparse=False)
     batch = random_batch(sample_features(), 5, lengths=[3, 0, 2, 4, 1])
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     assert torch.allclose(compiled(batch).logits, model(batch).logits, atol=1e-5)

@@ -36,7 +36,7 @@ class RankingModel(nn.Module):
         self.table_set = table_set(features, options.embedding_dim)
         if reads is not None:
             self.table_set = _only(self.table_set, reads)
-        self.tables: nn.Module = LocalTables(self.table_set, sparse=options.sparse_gradients)
+        self.tables: nn.Module = LocalTables(self.table_set)
         self.dropout = nn.Dropout(options.embedding_dropout)
 
     def forward(self, batch: Batch) -> ModelOutput:

@@ -173,7 +173,6 @@ class TableOptions(FrozenConfig):
 
     embedding_dim: int = Field(32, gt=0, description="width of tables that state none")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
-    sparse_gradients: bool = Field(True, description="table gradients of the built-in tables hold touched rows only")
 
 
 class GemConfig(TableOptions):

@@ -242,7 +242,7 @@ def test_heads_formula():
     x = randn(3, 5, 4)
     heads = Heads(5, 4, ("ctr", "cvr"), HeadConfig(tokens=2, shared=7, hidden=(6,))).double()
     y = (x.transpose(1, 2) @ heads.mix.weight.T).transpose(1, 2).flatten(1)
-    y = (y @ heads.shared.weight.T + heads.shared.bias).relu()
+    y = nn.functional.silu(y @ heads.shared.weight.T + heads.shared.bias)
     for t, mlp in enumerate(heads.mlps.tasks):
         assert torch.allclose(heads(x)[:, t], mlp(y).squeeze(1))
 

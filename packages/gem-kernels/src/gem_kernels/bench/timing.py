@@ -37,11 +37,12 @@ def capture(run: Run) -> Run:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream()):
-        kept = run()
+        # the function too: its closure holds the tensors that the graph reads
+        kept = run(), run
 
     def replay() -> object:
         graph.replay()
-        return kept
+        return kept[0]
 
     return replay
 

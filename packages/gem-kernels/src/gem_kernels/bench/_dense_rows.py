@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gem_core import ops
+from gem_core.hookspecs import KernelSpec
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops.contract import Problem
 from gem_core.ops.contracts import contracts
@@ -247,13 +247,38 @@ def _norm_gdpa_plain(t: Named) -> Tensor:
     return F.rms_norm(o.flatten(1), width, eps=EPS).view(q.transpose(0, 1).shape) + t["q"]
 
 
+class _Gdpa(torch.autograd.Function):
+    """Our gdpa without the public function's checks of values, which a captured graph would run every time."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, *tensors: Tensor | None) -> Tensor:
+        ctx.problem = problem
+        out, saved = _gdpa_spec().forward(problem, *tensors)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        needs = (True, True, True, False, False, False, False)
+        dq, dk, dv, *_ = _gdpa_spec().backward(ctx.problem, ctx.saved_tensors, dout, needs)
+        return None, dq, dk, dv, *(None for _ in contracts()["gdpa"].tensors[3:])
+
+
+def _gdpa_spec() -> KernelSpec:
+    from gem_kernels.triton import attention
+
+    return next(s for s in attention.specs() if s.op == "gdpa" and s.name == "triton")
+
+
 def _around_gdpa(width: int, arguments: Named) -> Callable[[Named], Tensor]:
     before = torch.compile(lambda q: F.layer_norm(q.flatten(1), (width,), eps=EPS).view(q.shape))
     after = torch.compile(lambda o, l, q: F.rms_norm((o + l).flatten(1), (width,), eps=EPS).view(q.shape) + q)
 
     def run(t: Named) -> Tensor:
         l = before(t["q"])
-        o = ops.gdpa(l, t["k"], t["v"], t["q_offsets"], t["k_offsets"], backend="triton", **arguments)
+        given = {"q": l, "k": t["k"], "v": t["v"], "q_offsets": t["q_offsets"], "k_offsets": t["k_offsets"]}
+        problem = problem_of("gdpa", **given, **arguments)
+        o = _Gdpa.apply(problem, *(given.get(name) for name in contracts()["gdpa"].tensors))
         return after(o, l, t["q"])
 
     return run

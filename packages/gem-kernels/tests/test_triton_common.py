@@ -23,7 +23,13 @@ TABLES = resources.files("gem_kernels.triton").joinpath("configs")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEM_CACHE_DIR", str(tmp_path))
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new process does not know."""
     monkeypatch.setattr(tune, "_loaded", {})
+    monkeypatch.setattr(configs, "_chosen", {})
 
 
 def test_matching() -> None:
@@ -70,11 +76,11 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     return seen
 
 
-def test_a_chip_without_a_table_is_measured_once(timed: list[dict]) -> None:
+def test_a_chip_without_a_table_is_measured_once(timed: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
     assert configs.choose("made_up.kernel", FACTS, CHIP, candidates, timed.append) == {"BLOCK": 128}
     assert len(timed) == 6
     assert configs.choose("made_up.kernel", FACTS, CHIP, candidates, timed.append) == {"BLOCK": 128}
-    tune._loaded.clear()
+    forget(monkeypatch)
     assert configs.choose("made_up.kernel", FACTS, CHIP, candidates, timed.append) == {"BLOCK": 128}
     assert len(timed) == 6
     stored = json.loads(tune.cache_file(CHIP).read_text())

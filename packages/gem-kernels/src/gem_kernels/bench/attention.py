@@ -268,9 +268,9 @@ class _sample:
         self.out = slice(b * row.q[0], (b + 1) * row.q[0]) if row.broadcast else self.q
         own: dict[str, Tensor | None] = dict(t)
         own["q"], own["k"], own["v"] = t["q"][self.q].double(), t["k"][self.k].double(), t["v"][self.k].double()
-        own["k_offsets"] = torch.tensor([0, k1 - k0], device="cuda")
+        own["k_offsets"] = torch.tensor([0, k1 - k0], device=t["q"].device)
         if not row.broadcast:
-            own["q_offsets"] = torch.tensor([0, q1 - q0], device="cuda")
+            own["q_offsets"] = torch.tensor([0, q1 - q0], device=t["q"].device)
         for name in ("num_targets", "context_len"):
             own[name] = None if t[name] is None else t[name][b : b + 1]
         for name, rows in (("bias_q_times", self.q), ("bias_k_times", self.k)):

@@ -218,9 +218,6 @@ class _Backward:
         if p.shared:
             to_k, to_v = (_like(x.target_k), _like(x.target_v)) if self.need_targets else (None, None)
         tiles = x.q_tiles(x.row_block)
-        constants = p.constants(x.info.nvidia)
-        for name in ("PRECISION", "CAUSAL", "WINDOW"):
-            del constants[name]
         launch(
             attention_bwd_own_kernel, (grid_size(tiles.bound, p.kv_heads, 0, x.info.sms),), x.device,
             x.q, self.out, self.dout, self.lse, self.ds_own, to_k, to_v,
@@ -228,7 +225,7 @@ class _Backward:
             tiles.tiles, tiles.count,
             *row_strides(x.q, self.out, self.dout, to_k, to_v, x.target_k, x.target_v), *bias_strides(x),
             x.batch, x.out_rows, x.radius, x.edges, p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
-            **constants, TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
+            **p.constants(x.info.nvidia, "PRECISION", "CAUSAL", "WINDOW"), TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
         )  # fmt: skip
         return (to_k, to_v) if p.shared else (None, None)
 

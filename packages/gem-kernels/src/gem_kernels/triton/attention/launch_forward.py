@@ -90,11 +90,9 @@ def _resident(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> Non
     meta["BLOCK_N"] = n = max(meta["BLOCK_N"], p.k_bound // meta["TILES"])
     tiles = x.q_tiles(m * meta["CHUNK"])
     q, k, v = descriptors(tma, (x.q, m), (x.k, n), (x.v, n))
-    constants = p.constants(x.info.nvidia)
-    del constants["CAUSAL"], constants["WINDOW"]
     launch(
         attention_fwd_resident_kernel, (grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
         q, k, v, out, lse, x.q_offsets, x.k_offsets, x.kv_index, x.act_ids, tiles.tiles, tiles.count,
         *row_strides(x.q, x.k, x.v, out), x.batch, x.q_len, x.out_rows, p.scale, p.out_scale * p.folded_gain,
-        **constants, TMA=tma, **meta,
+        **p.constants(x.info.nvidia, "CAUSAL", "WINDOW"), TMA=tma, **meta,
     )  # fmt: skip

@@ -94,8 +94,8 @@ class Plan:
             return 1.0
         return activations.gain(activations.IDS[self.activation])
 
-    def constants(self, nvidia: bool) -> dict[str, Any]:
-        """Constexpr arguments that every kernel of the family takes."""
+    @functools.cached_property
+    def _constants(self) -> dict[str, Any]:
         act, act_set = 0, 0
         if not self.softmax:
             names = (self.activation,) if isinstance(self.activation, str) else self.activation
@@ -103,9 +103,16 @@ class Plan:
             act_set = sum(1 << activations.IDS[name] for name in set(names)) if act == activations.PER_HEAD else 0
         return {
             "H": self.heads, "GROUP": self.group, "D": self.d, "DV": self.dv, "D_PAD": self.d_pad, "DV_PAD": self.dv_pad,
-            "SOFTMAX": self.softmax, "ACT": act, "ACT_SET": act_set, "FAST": nvidia and self.dtype != "fp32",
-            "PRECISION": "ieee" if self.dtype == "fp32" else "tf32", "CAUSAL": self.causal, "WINDOW": self.window,
+            "SOFTMAX": self.softmax, "ACT": act, "ACT_SET": act_set, "CAUSAL": self.causal, "WINDOW": self.window,
+            "PRECISION": "ieee" if self.dtype == "fp32" else "tf32",
         }  # fmt: skip
+
+    def constants(self, nvidia: bool, *without: str) -> dict[str, Any]:
+        """Constexpr arguments that every kernel of the family takes, less the named ones."""
+        found = {**self._constants, "FAST": nvidia and self.dtype != "fp32"}
+        for name in without:
+            del found[name]
+        return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,14 +7,14 @@ padding columns read as zero, so that a neighbour's NaN never meets a product. W
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, to_ragged_indices
+from triton.tools.ragged_tma import load_ragged, to_ragged_indices
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _MAX_TMA_ROWS = 2**30
+_ENDLESS = 0x7FFF0000
 
 
 def tma_fits(x: Tensor) -> bool:
@@ -32,10 +32,19 @@ def tma_fits(x: Tensor) -> bool:
     )
 
 
-def descriptor(x: Tensor, rows: int) -> Any:
-    """A ragged descriptor of ``rows`` x D boxes over ``x [N, heads, D]`` (see `tma_fits`)."""
-    n, heads, d = x.shape
-    return create_ragged_descriptor(x.as_strided((n, heads * d), (x.stride(0), 1)), [rows, d])
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """A ragged descriptor of ``rows`` x D boxes over the rows of ``x [N, heads, D]`` (see `tma_fits`, which is not checked again).
+
+    The layout of `triton.tools.ragged_tma.create_ragged_descriptor`, whose `load_ragged` reads it: two leading dimensions with steps that
+    cancel by 64-bit wrap-around let a coordinate put the end of a sample at the descriptor's bound.
+    """
+    heads, d = x.shape[1:]
+    step = x.stride(0)
+    made = object.__new__(TensorDescriptor)
+    made.base, made.padding = x, "zero"
+    made.shape, made.strides = [_ENDLESS, _ENDLESS, _MAX_TMA_ROWS, heads * d], [2**34 - step, step, step, 1]
+    made.block_shape = [1, 1, rows, d]
+    return made
 
 
 @triton.jit

@@ -70,15 +70,22 @@ def choose(
     launches the kernel on the tensors at hand and may be repeated. Order: measured on this machine, committed table, measured now (on a
     chip without a table, or inside `tune.tuning`), best guess.
     """
-    known = committed_rules(info.key, kernel.partition(".")[0]) is not None
     if compiling_every_candidate():
         for config in candidates():
             run(config)
     elif tune.forced():
         return tune.measured(kernel, facts, info, candidates, run)
-    found = tune.remembered(kernel, facts, info) or _committed(info.key, kernel, facts)
-    if found is not None:
-        return found
-    if known or assumed():
-        return candidates()[0]
-    return tune.measured(kernel, facts, info, candidates, run)
+    key = (kernel, facts, info, tune.sessions)
+    found = _chosen.get(key)
+    if found is None:
+        found = tune.remembered(kernel, facts, info) or _committed(info.key, kernel, facts)
+        if found is None and (assumed() or committed_rules(info.key, kernel.partition(".")[0]) is not None):
+            found = candidates()[0]
+        if found is None:
+            found = tune.measured(kernel, facts, info, candidates, run)
+        if not assumed():
+            _chosen[key] = found
+    return found
+
+
+_chosen: dict[tuple[str, Facts, DeviceInfo, int], Config] = {}

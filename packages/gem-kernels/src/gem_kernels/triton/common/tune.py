@@ -37,6 +37,9 @@ class _Session:
     timings: list[dict[str, Any]] = field(default_factory=list)
 
 
+sessions = 0
+"""How many `tuning` blocks ended: choices made before them are made anew."""
+
 _session: ContextVar[_Session | None] = ContextVar("gem_triton_tuning", default=None)
 _loaded: dict[Path, dict[str, Any]] = {}
 
@@ -44,12 +47,14 @@ _loaded: dict[Path, dict[str, Any]] = {}
 @contextlib.contextmanager
 def tuning() -> Iterator[list[dict[str, Any]]]:
     """Inside, every kernel measures its candidates anew and the results replace what was remembered. Gives the list of timings."""
+    global sessions
     session = _Session()
     token = _session.set(session)
     try:
         yield session.timings
     finally:
         _session.reset(token)
+        sessions += 1
 
 
 def forced() -> bool:

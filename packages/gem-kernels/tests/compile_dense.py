@@ -52,6 +52,11 @@ def _calls() -> list[tuple[str, str, dict]]:
         weights = {"w1": _t(4 * d, d), "b1": _t(4 * d), "w2": _t(d, 4 * d), "b2": _t(d)}
         found.append((f"mlp d{d}", "mlp", {"x": _t(256, d), **weights}))
         found.append((f"mlp d{d} norm", "mlp", {"x": _t(256, d), **weights, "norm": "layer", "residual": _t(256, d)}))
+    fast = {"x": _t(256, 64), "w1": _t(256, 64), "b1": None, "w2": _t(64, 256), "b2": None, "activation": "fast_gelu_bf16"}
+    found.append(("mlp packed activation", "mlp", fast))
+    narrow = {"x": _t(256, 32, dtype=torch.float32), "w": _t(32, 32, dtype=torch.float32)}
+    found.append(("norm_linear narrow fp32", "norm_linear", narrow))
+    found.append(("linear_norm narrow fp32", "linear_norm", narrow))
     values = _t(128, 96)
     found.append(("concat", "jagged_concat", {"parts": [(values, offsets), (values, offsets)]}))
     found.append(("sum", "jagged_sum", {"values": values, "offsets": offsets}))

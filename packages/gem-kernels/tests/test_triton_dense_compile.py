@@ -36,7 +36,8 @@ def _named(kernels: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_products_run_on_tensor_cores(arch: str) -> None:
     instruction = "wgmma" if arch == "sm_90" else "tcgen05"
-    products = [k for k in _compiled(arch) if k["kernel"].startswith(PRODUCTS)]
+    # 32-row fp32 tiles are too small for a warp group's product; that they compile at all is what their rows are for
+    products = [k for k in _compiled(arch) if k["kernel"].startswith(PRODUCTS) and "fp32" not in k["label"]]
     assert products
     without = [k for k in products if not k[instruction]]
     assert not without, _named(without)

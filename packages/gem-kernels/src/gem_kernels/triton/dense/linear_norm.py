@@ -60,7 +60,7 @@ def candidates(n: int, k: int, dtype: torch.dtype, info: DeviceInfo) -> list[Con
     elif width <= 512:
         shapes = [(128, min(width, 256), 64, 8, 3), (128, min(width, 128), 64, 8, 4), (64, min(width, 256), 64, 8, 3)]
     else:
-        shapes = [(64, 256, 64, 8, 3), (64, 256, 64, 8, 4)]
+        shapes = [(64, 256, 64, 8, 4), (64, 256, 64, 8, 3)]
     return unique([{"BLOCK_M": m, "BLOCK_N": c, "BLOCK_K": min(r, step), "num_warps": w, "num_stages": s} for m, c, r, w, s in shapes])
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gem_kernels.triton.attention.activations import activate, activate_with_slope
+from gem_kernels.triton.attention.activations import _value, _value_and_slope
 from gem_kernels.triton.dense.norm_epilogue import finish, row_sums
 from gem_kernels.triton.dense.tiles import load_tile, store_tile
 
@@ -75,7 +75,7 @@ def mlp_fwd_kernel(
         up = load_tile(w1, IN, h, 0, HIDDEN, IN, BLOCK_H, IN_PAD, TMA)
         down = load_tile(w2, HIDDEN, 0, h, OUT, HIDDEN, OUT_PAD, BLOCK_H, TMA)
         z = _hidden(tile, up, b1, column_sum, mu, r, h, IN_PAD, HIDDEN, BLOCK_H, NORM, LAYER, BIAS1, PRECISION)
-        a = activate(z, 0, ACT, 0, FAST).to(tile.dtype)
+        a = _value(z, ACT, FAST).to(tile.dtype)
         acc = tl.dot(a, tl.trans(down), acc, input_precision=PRECISION)
     acc *= gain
     if BIAS2:
@@ -110,7 +110,7 @@ def mlp_bwd_kernel(
         up = load_tile(w1, IN, h, 0, HIDDEN, IN, BLOCK_H, IN_PAD, TMA)
         down = load_tile(w2, HIDDEN, 0, h, OUT, HIDDEN, OUT_PAD, BLOCK_H, TMA)
         z = _hidden(tile, up, b1, column_sum, mu, r, h, IN_PAD, HIDDEN, BLOCK_H, NORM, LAYER, BIAS1, PRECISION)
-        a, slope = activate_with_slope(z, 0, ACT, 0, FAST)
+        a, slope = _value_and_slope(z, ACT, FAST)
         dz = tl.dot(grad, down, input_precision=PRECISION) * (slope * gain)
         rounded = dz.to(tile.dtype)
         store_tile(hidden, HIDDEN, a * gain, m, h, rows, HIDDEN, BLOCK_M, BLOCK_H, TMA)

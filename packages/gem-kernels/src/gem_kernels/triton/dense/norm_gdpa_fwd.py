@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gem_kernels.triton.attention.activations import activate
+from gem_kernels.triton.attention.activations import _value, activate
 from gem_kernels.triton.block.kernels import locate
 
 
@@ -57,7 +57,10 @@ def attend(l, k, v, keys, act_id, scale_in, stride_kn, stride_vn, BLOCK_M: tl.co
         k_tile = load_head(k + tl.cast(n, tl.int64) * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
         v_tile = load_head(v + tl.cast(n, tl.int64) * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
         s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
-        p = activate(s, act_id, ACT, ACT_SET, FAST)
+        if ACT == 64:  # heads differ
+            p = activate(s, act_id, ACT, ACT_SET, FAST)
+        else:
+            p = _value(s, ACT, FAST)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     return acc
 

@@ -6,7 +6,11 @@ repetition, no compilation for new lengths, no memory beyond the stated.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,6 +282,40 @@ def test_new_lengths_compile_nothing() -> None:
     finally:
         triton.knobs.runtime.jit_post_compile_hook = before
     assert not compiled, compiled
+
+
+FIRST_CALL = """
+import sys, time, torch
+from gem_core import ops, plugins
+from gem_core.jagged import lengths_to_offsets
+import gem_kernels.triton.attention.launch_forward, gem_kernels.triton.attention.launch_backward
+if not any(s.name == "triton" for s in plugins.manager().offers("kernel")):
+    from gem_kernels.plugin import plugin
+    plugins.manager().add("gem-kernels-checkout", plugin)
+lengths = torch.randint(1, 1025, (64,))
+offsets = lengths_to_offsets(lengths).cuda()
+q, k, v = (torch.randn(int(lengths.sum()), 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+torch.cuda.synchronize()
+marks = [time.perf_counter()]
+out = ops.jagged_attention(q, k, v, offsets, causal=True, max_q_len=1024, max_k_len=1024, backend="triton")
+torch.cuda.synchronize()
+marks.append(time.perf_counter())
+out.backward(torch.randn_like(out))
+torch.cuda.synchronize()
+marks.append(time.perf_counter())
+print(marks[1] - marks[0], marks[2] - marks[1])
+"""
+
+
+def test_first_call(tmp_path: Path) -> None:
+    """Nothing compiled yet: at most 5 s forward and 10 s backward. In a second process, from the disk cache: at most 0.3 s each."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    for forward_limit, backward_limit in ((5.0, 10.0), (0.3, 0.3)):
+        done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        forward, backward = map(float, done.stdout.split())
+        assert forward <= forward_limit, f"forward took {forward:.2f} s"
+        assert backward <= backward_limit, f"backward took {backward:.2f} s"
 
 
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])

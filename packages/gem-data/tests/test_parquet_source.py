@@ -308,18 +308,23 @@ def test_column_pruning_reads_only_what_is_declared(tmp_path, monkeypatch):
     assert asked == [("item", "click")]
 
 
-def test_filter_and_its_push_down(folder, monkeypatch):
+def test_row_groups_without_a_match_are_not_read(folder, monkeypatch):
+    """One look at the filters' columns; then only row groups with matches, with all columns."""
     from gem_data import files
 
-    want = [r["id"] for r in rows(150) if r["stars"] >= 3 and r["country"] in ("DE", "FR") and not r["id"] < 66]
+    want = [r["id"] for r in rows(150) if r["stars"] >= 3 and r["country"] in ("DE", "FR") and r["id"] >= 66]
     features = FEATURES.model_copy(update={"filter": "stars >= 3 and country in ['DE', 'FR']"})
     read = []
     real = files.Reader.row_group
-    monkeypatch.setattr(files.Reader, "row_group", lambda self, f, i, leaves: read.append((f.path, i)) or real(self, f, i, leaves))
+    monkeypatch.setattr(
+        files.Reader, "row_group", lambda self, f, i, leaves: read.append((f.path, set(leaves))) or real(self, f, i, leaves)
+    )
     source = ParquetSource(str(folder / "train"), features, batch_size=8, filter="id >= 66", prefetch=0)
     assert source.rows == len(want)
+    assert all(leaves == {"stars", "country", "id"} for _, leaves in read)
+    read.clear()
     assert ids_of(source) == want
-    assert {p.rsplit("/", 1)[1] for p, _ in read} == {"d.parquet"}, "statistics rule the others out"
+    assert {p.rsplit("/", 1)[1] for p, _ in read} == {"d.parquet"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ class ParquetConfig(FrozenConfig):
     eval_filter: str | None = None
     test_filter: str | None = None
     shuffle: bool = Field(True, description="shuffle the training split: order of row groups, and rows within a window of them")
-    window: int = Field(65_536, gt=0, description="rows shuffled together, at least; made of whole row groups, and memory holds two windows")
+    window: int = Field(
+        65_536, gt=0, description="rows shuffled together, at least; made of whole row groups, and memory holds two windows"
+    )
     prefetch: int = Field(2, ge=0, description="batches kept ready by background threads; 0: no threads")
     batching: Batching = Field(Fixed(), description="fixed, bbs (balanced), bucket (by length) or tokens (a budget)")
     quarantine: str | None = Field(None, description='folder for the rows that features with policy = "quarantine" refuse')

@@ -196,36 +196,21 @@ class Reader:
             raise damaged(file.path, f"row group {index} holds {table.num_rows} rows, its footer says {file.rows[index]}")
         return table
 
-    def statistics(self, file: DataFile, index: int) -> dict[str, Any]:
-        """Leaf path -> (min, max, nulls) where the row group has them."""
-        group = self._file(file).metadata.row_group(index)
-        found = {}
-        for i in range(group.num_columns):
-            column = group.column(i)
-            stats = column.statistics
-            if stats is not None and stats.has_min_max:
-                found[column.path_in_schema] = (stats.min, stats.max, stats.null_count if stats.has_null_count else None)
-        return found
-
     @staticmethod
     def _read(source: pq.ParquetFile, file: DataFile, index: int, leaves: Sequence[str]) -> pa.Table:
-        """All columns, a few at a time: decoding needs about as much memory again as what it decodes."""
-        group = source.metadata.row_group(index)
-        sizes = {group.column(i).path_in_schema: group.column(i).total_uncompressed_size for i in range(group.num_columns)}
+        """All columns, as many lists at a time as there are threads: decoding needs about as much memory again as what it decodes.
+
+        Sizes of columns would divide better, but pyarrow ends the process when it is asked for the metadata of a damaged column chunk.
+        """
         columns: dict[str, list[str]] = {}
         for leaf in leaves:
             columns.setdefault(_top(file, leaf), []).append(leaf)
-        limit = max(sum(sizes[leaf] for leaf in leaves) / 4, pa.cpu_count() * max((sizes[leaf] for leaf in leaves), default=0))
-        tables: list[pa.Table] = []
-        part: list[str] = []
-        load = 0
-        for own in columns.values():
-            size = sum(sizes[leaf] for leaf in own)
-            if part and load + size > limit:
-                tables.append(source.read_row_group(index, columns=part, use_threads=True))
-                part, load = [], 0
-            part, load = part + own, load + size
-        tables.append(source.read_row_group(index, columns=part, use_threads=True))
+        nested = [own for top, own in columns.items() if pa.types.is_nested(file.schema.field(top).type)]
+        flat = [leaf for top, own in columns.items() if not pa.types.is_nested(file.schema.field(top).type) for leaf in own]
+        width = pa.cpu_count()
+        parts = [[leaf for own in nested[i : i + width] for leaf in own] for i in range(0, len(nested), width)]
+        parts = [flat + parts[0]] if len(parts) == 1 else [flat, *parts] if flat or not parts else parts
+        tables = [source.read_row_group(index, columns=part, use_threads=True) for part in parts]
         for more in tables[1:]:
             for name, column in zip(more.schema.names, more.columns):
                 tables[0] = tables[0].append_column(name, column)

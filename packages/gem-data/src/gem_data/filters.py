@@ -8,8 +8,6 @@ A comparison with null is null, and a row passes only where the whole filter is 
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -17,21 +15,19 @@ import pyarrow.compute as pc
 
 from gem_core.errors import ConfigError, DataError
 
-Statistics = Mapping[str, tuple[Any, Any, int | None]]
-
-_COMPARE: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
-    ast.Eq: ("equal", operator.eq),
-    ast.NotEq: ("not_equal", operator.ne),
-    ast.Lt: ("less", operator.lt),
-    ast.LtE: ("less_equal", operator.le),
-    ast.Gt: ("greater", operator.gt),
-    ast.GtE: ("greater_equal", operator.ge),
+_COMPARE: dict[type, str] = {
+    ast.Eq: "equal",
+    ast.NotEq: "not_equal",
+    ast.Lt: "less",
+    ast.LtE: "less_equal",
+    ast.Gt: "greater",
+    ast.GtE: "greater_equal",
 }
 _FLIPPED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
 
 
 class Filter:
-    """A parsed filter: ``columns`` that it reads, ``mask(table)``, and whether a row group can match at all."""
+    """A parsed filter: the ``columns`` that it reads, and ``mask(table)``."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -54,13 +50,6 @@ class Filter:
         if isinstance(found, pa.ChunkedArray):
             found = found.combine_chunks()
         return pc.fill_null(found, False)
-
-    def may_match(self, statistics: Statistics) -> bool:
-        """False if the row group's minima and maxima rule every row out."""
-        try:
-            return self._possible(self._root, statistics)
-        except TypeError:
-            return True
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"the row filter {self.text!r} cannot be used: {why}", fix="write it as in \"day < 12 and country in ['DE']\"")
@@ -134,23 +123,4 @@ class Filter:
         literal = pa.scalar(value)
         if pa.types.is_temporal(column.type):
             literal = literal.cast(column.type)
-        return getattr(pc, _COMPARE[op][0])(column, literal)
-
-    def _possible(self, node: ast.expr, statistics: Statistics) -> bool:
-        match node:
-            case ast.BoolOp(op=op, values=values):
-                return (all if isinstance(op, ast.And) else any)(self._possible(v, statistics) for v in values)
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                name, kind, value = self._comparison(left, op, right)
-                if name not in statistics or value is None:
-                    return True
-                low, high, _ = statistics[name]
-                if kind is ast.In:
-                    return any(low <= v <= high for v in value)
-                if kind is ast.Eq:
-                    return bool(low <= value <= high)
-                if kind in (ast.Lt, ast.LtE):
-                    return _COMPARE[kind][1](low, value)
-                if kind in (ast.Gt, ast.GtE):
-                    return _COMPARE[kind][1](high, value)
-        return True
+        return getattr(pc, _COMPARE[op])(column, literal)

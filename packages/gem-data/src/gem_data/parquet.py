@@ -163,19 +163,18 @@ class ParquetSource:
         }
 
     def _count(self) -> list[Unit]:
-        """All row groups with rows that pass the filters. Reads the filters' columns, but for row groups that statistics rule out."""
+        """All row groups with rows that pass the filters: reads the filters' columns once; what has no match is not read again.
+
+        Statistics in the footer are not asked: pyarrow ends the process over those of a damaged column chunk.
+        """
         if not self._filters:
             return [Unit(file, i, rows) for file in self.files for i, rows in enumerate(file.rows) if rows]
         reader, units = Reader(), []
         for file in self.files:
+            leaves = [leaf for name in self._filter_columns for leaf in locate(file, name).leaves]
             for i, rows in enumerate(file.rows):
-                if not rows:
-                    continue
-                statistics = reader.statistics(file, i)
-                if all(f.may_match(statistics) for f in self._filters):
-                    leaves = [leaf for name in self._filter_columns for leaf in locate(file, name).leaves]
-                    mask = self._mask(file, reader.row_group(file, i, leaves), rows)
-                    kept = pc.sum(mask).as_py() or 0
+                if rows:
+                    kept = pc.sum(self._mask(file, reader.row_group(file, i, leaves), rows)).as_py() or 0
                     units += [Unit(file, i, kept)] if kept else []
         reader.close()
         return units

@@ -59,7 +59,7 @@ def profile(files: list[DataFile], sample_rows: int) -> list[Column]:
     columns = []
     for name in dict.fromkeys(files[0].schema.names):
         column = _describe(name, chunks)
-        if column.kind == "int":
+        if column.kind == "int" and column.rows < sum(sum(f.rows) for f in files):
             column.low, column.high = _range(files, reader, name, column)
         columns.append(column)
     for name, _ in files[0].partition:
@@ -129,18 +129,14 @@ def _kind(kind: pa.DataType) -> str:
 
 
 def _range(files: list[DataFile], reader: Reader, name: str, column: Column) -> tuple[int, int]:
-    """Smallest and largest integer over all row groups: from statistics, or by reading the column where there are none."""
+    """Smallest and largest integer over all row groups, by reading the column."""
     low, high = int(column.low or 0), int(column.high or 0)
     for file in files:
         if name not in file.schema.names:
             continue
         leaves = tuple(leaf for leaf in file.leaves if leaf == name or leaf.startswith(f"{name}."))
         for i, rows in enumerate(file.rows):
-            known = reader.statistics(file, i)
-            if all(leaf in known for leaf in leaves):
-                found = [known[leaf][:2] for leaf in leaves]
-                low, high = min(low, *(f[0] for f in found)), max(high, *(f[1] for f in found))
-            elif rows:
+            if rows:
                 part = _describe(name, [Chunk(file, i, reader.row_group(file, i, leaves), rows)])
                 if part.low is not None:
                     low, high = min(low, int(part.low)), max(high, int(part.high))

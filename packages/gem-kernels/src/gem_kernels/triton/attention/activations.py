@@ -3,7 +3,7 @@
 A folded activation returns f(x) / gain(f): the constant goes into the epilogue's scale (the GELU family computes x + x·t instead of
 0.5·x·(1 + t), one instruction less a score). ``gain`` is 1 where nothing is folded. ``FAST`` (NVIDIA, half-precision tensors) allows the
 hardware tanh, whose absolute error of 2⁻¹¹ is below the rounding of P; everything else computes the exact form in fp32.
-Formulas: semantics.md §4 of the project's notes; tanh-GELU after Hendrycks and Gimpel, arXiv 1606.08415.
+Formulas: `gem_core.ops.activations`; the tanh form of GELU after Hendrycks and Gimpel, arXiv 1606.08415.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false

@@ -11,7 +11,7 @@ import typer
 from gem_core.cli.groups import CommandGroups
 
 Run = Annotated[Path, typer.Argument(help="Run folder of gemrec train.", show_default=False)]
-Data = Annotated[list[Path] | None, typer.Option("--data", metavar="PATH", help="Evaluate these files instead; may be repeated.")]
+Data = Annotated[list[str] | None, typer.Option("--data", metavar="PATH", help="Evaluate these files or URLs instead; may be repeated.")]
 Split = Annotated[str, typer.Option("--split", help="Split of the run's data: eval, test or train.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", help="Checkpoint of this step; otherwise the newest.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.")]
@@ -35,7 +35,9 @@ def evaluate(run: Run, data: Data = None, split: Split = "eval", step: Step = No
     changes = list(overrides or ())
     if data:
         source = run_config(run, changes).data.source
-        changes.append(f"data.{source}.{split}={json.dumps([str(path) for path in data])}")
+        # absolute, since the run's own paths may be relative to a root that it names
+        paths = [path if "://" in path else str(Path(path).resolve()) for path in data]
+        changes.append(f"data.{source}.{split}={json.dumps(paths)}")
     found = evaluate_run(run, split=split, overrides=changes, step=step)
     if not found.main:
         return

@@ -158,31 +158,34 @@ def _value_and_slope(x, ACT: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def activate(x, act_id, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr):
     """``f(x) / gain``; with ``ACT == PER_HEAD`` the head's ``act_id`` chooses at run time and the gain is applied here."""
-    if ACT != 64:
-        return _value(x, ACT, FAST)
-    y = x
-    for a in tl.static_range(12):
-        if (ACT_SET >> a) & 1:
-            if act_id == a:
-                y = _value(x, a, FAST).to(tl.float32)
-                if a == 1 or a == 2 or a == 3 or a == 6:
-                    y = y * 0.5
+    if ACT == 64:
+        y = x
+        for a in tl.static_range(12):
+            if (ACT_SET >> a) & 1:
+                if act_id == a:
+                    y = _value(x, a, FAST).to(tl.float32)
+                    if a == 1 or a == 2 or a == 3 or a == 6:
+                        y = y * 0.5
+    else:
+        y = _value(x, ACT, FAST)
     return y
 
 
 @triton.jit
 def activate_with_slope(x, act_id, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr):
     """Value and derivative, with the same folding as `activate`."""
-    if ACT != 64:
+    if ACT == 64:
+        y = x
+        slope = x
+        for a in tl.static_range(12):
+            if (ACT_SET >> a) & 1:
+                if act_id == a:
+                    value, rate = _value_and_slope(x, a, FAST)
+                    y = value.to(tl.float32)
+                    slope = rate.to(tl.float32)
+                    if a == 1 or a == 2 or a == 3 or a == 6:
+                        y = y * 0.5
+                        slope = slope * 0.5
+    else:
         y, slope = _value_and_slope(x, ACT, FAST)
-        return y, slope
-    y = x
-    slope = x
-    for a in tl.static_range(12):
-        if (ACT_SET >> a) & 1:
-            if act_id == a:
-                y, slope = _value_and_slope(x, a, FAST)
-                if a == 1 or a == 2 or a == 3 or a == 6:
-                    y = y * 0.5
-                    slope = slope * 0.5
     return y, slope

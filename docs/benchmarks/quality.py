@@ -245,7 +245,7 @@ def markdown(result: dict[str, Any]) -> str:
     if result["auc_differences_95"]:
         lines += ["| difference in AUC | mean | 95 % interval (paired over users) |", "|---|---|---|"]
         lines += [f"| {k} | {m:+.4f} | {a:+.4f} to {b:+.4f} |" for k, (m, a, b) in result["auc_differences_95"].items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

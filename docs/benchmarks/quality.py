@@ -5,13 +5,14 @@
     python docs/benchmarks/quality.py planted --out docs/benchmarks
 
 Models are chosen on the validation split (`restore_best`); the test split is read once, at the end. ``--jobs`` runs that many trainings
-side by side. Intervals are percentiles of a paired bootstrap over users. Needs gem-core, gem-data and pyarrow.
+side by side, spread over the visible GPUs. Intervals are percentiles of a paired bootstrap over users. Needs gem-core, gem-data and pyarrow.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -54,18 +55,22 @@ def main() -> None:
     overrides = [word for item in (*shared, *args.overrides) for word in ("--set", item)]
     jobs = [(name, int(seed), [*variants[name], *overrides]) for seed in args.seeds.split(",") for name in variants]
     with ThreadPoolExecutor(args.jobs) as pool:
-        folders = dict(zip([(n, s) for n, s, _ in jobs], pool.map(lambda job: train(args, *job), jobs)))
+        folders = dict(zip([(n, s) for n, s, _ in jobs], pool.map(lambda at: train(args, at[0], *at[1]), enumerate(jobs))))
     predictions = {key: predict(folder) for key, folder in folders.items()}
     report(args, variants, predictions, folders)
 
 
-def train(args: argparse.Namespace, name: str, seed: int, words: list[str]) -> Path:
+def train(args: argparse.Namespace, index: int, name: str, seed: int, words: list[str]) -> Path:
     """One training in a process of its own; its run folder."""
     run = f"{args.suite}-{name.replace(' ', '-')}-{seed}"
     folder = args.work / run
     command = ["gemrec", "train", *words, "--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
     began = time.monotonic()
-    done = subprocess.run([*command, "--overwrite"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = dict(os.environ)
+    if gpus := torch.cuda.device_count():
+        visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
+    done = subprocess.run([*command, "--overwrite"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     print(f"{run}: exit {done.returncode}, {time.monotonic() - began:.0f} s; {done.stdout.strip().splitlines()[-1]}", flush=True)
     if done.returncode:
         raise SystemExit(done.stdout)

@@ -112,7 +112,7 @@ class StrategySpec:
     """A dense strategy ``build(model, mesh, config) -> Module`` or a sparse one ``build(tables, mesh, config) -> Module``.
 
     A sparse strategy's ``forward(group: SparseGroup)`` gives ``{lookup name: pooled [B, d] or (values [N, d], offsets [B+1])}`` and its
-    ``state_items()`` gives ``(canonical name, tensor)`` pairs.
+    ``state_items()`` gives ``(canonical name, tensor or Shards)`` pairs; see ``gem_core.model.contract.Tables``.
     """
 
     kind: ClassVar[str] = "strategy"

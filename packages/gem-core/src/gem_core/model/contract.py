@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from gem_core.batch import SparseGroup
@@ -58,6 +59,20 @@ class TableState:
     accumulator: Tensor
 
 
+@dataclass(frozen=True)
+class Shards:
+    """What this process holds of a tensor of ``shape`` and ``dtype`` that is spread over processes.
+
+    ``parts``: (offsets, tensor) of each box of the whole that is here; none where this process holds nothing. Two processes may hold the
+    same box with equal values (one of them saves it); boxes that differ do not overlap; all boxes together cover the whole. The tensors are
+    the live ones: loading a checkpoint writes into them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
+
+
 @runtime_checkable
 class Tables(Protocol):
     """A module that holds the tables: the built-in local one, or what a sparse strategy built.
@@ -67,6 +82,17 @@ class Tables(Protocol):
     it is True it has ``configure_optimizer(config: TableOptimizer)``, called once before training, and ``set_learning_rate(lr)``, called
     before every step. Their gradients arrive as means over the ranks (each rank's loss is multiplied by the world), and as exact zeros in
     a step that is skipped: an optimizer in backward must leave rows with zero gradients unchanged.
+
+    Methods that a strategy may have, all called on every rank alike:
+
+    - ``prefetch(group)``: the ids of the next training batch, given after the forward pass of the current one, so that their exchange can
+      overlap its backward pass. The same object comes back as the argument of a later forward call; forward calls on other groups
+      (evaluation) may come in between, and a run may end without the awaited one.
+    - ``after_backward(ok) -> Tensor | None``, only where ``optimizer_in_backward``: called after the backward pass of every micro-batch
+      for updates that are not part of autograd; ``ok`` is a bool scalar on the device, and where it is false nothing may change. Returns
+      the squared norm of the mean gradients of all tables over all ranks (fp32 scalar), or None if it does not know.
+    - ``state_loaded()``: called after a checkpoint was written into the tensors of ``state_items()``.
+    - ``describe() -> Sequence[str]``: lines for the head of the run (plan, bytes a rank, what is and is not pipelined).
     """
 
     table_set: TableSet
@@ -74,8 +100,12 @@ class Tables(Protocol):
 
     def __call__(self, group: SparseGroup) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]: ...
 
-    def state_items(self) -> Iterable[tuple[str, Tensor]]:
-        """(canonical name, tensor) of weights and optimizer state: ``<table>.weight``, ``<table>.accumulator``."""
+    def state_items(self) -> Iterable[tuple[str, Tensor | Shards]]:
+        """(canonical name, state) of weights and optimizer state: ``<table>.weight [rows, dim]``, ``<table>.accumulator [rows]`` fp32.
+
+        Names and whole shapes do not depend on plan, mesh or world. A plain tensor is whole and equal on all ranks; a DTensor or `Shards`
+        tells what is here. Every rank yields every name, a rank that holds nothing of it with `Shards` without parts.
+        """
 
 
 @dataclass(frozen=True)

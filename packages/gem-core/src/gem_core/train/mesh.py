@@ -17,6 +17,10 @@ class Mesh:
 
     At most one degree of each side may be -1 and is then inferred; ``inferred`` names those. ``rank`` is this process.
 
+    Ranks are laid out row by row in the order of the axes, the last axis innermost: ``rank = (replicate * F + shard) * P + expert`` for
+    degrees F of shard and P of expert, and ``rank = model * G + replica`` for degree G of replica. The groups of ``expert`` and ``replica``
+    are therefore neighbours, inside one node where their degree divides its processes.
+
     :raises ConfigError: two degrees of one side are -1, a degree is not positive, or a side does not multiply to the world.
     """
 
@@ -59,3 +63,39 @@ class Mesh:
             )
         if open_axes:
             object.__setattr__(self, open_axes[0], self.world // known)
+
+    def coordinate(self, axis: str, rank: int | None = None) -> int:
+        """Where ``rank`` (this process) stands on ``axis``."""
+        return (self.rank if rank is None else rank) // self._stride(axis) % int(getattr(self, axis))
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The groups of ranks that differ only on ``axes`` of one side, each ascending; they cover the world."""
+        side = DENSE if axes[0] in DENSE else SPARSE
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            found.setdefault(tuple(self.coordinate(a, rank) for a in side if a not in axes), []).append(rank)
+        return list(found.values())
+
+    def table(self, node: int | None = None) -> list[str]:
+        """Lines that show degree, groups and, for ``node`` processes a node, the network tier of every axis."""
+        rows = [("axis", "degree", "groups of ranks", "tier")]
+        for axis in (*DENSE, *SPARSE):
+            groups, degree = self.groups(axis), int(getattr(self, axis))
+            shown = " ".join("{" + _ranks(g) + "}" for g in groups[:4]) + (f" ... {len(groups)} groups" if len(groups) > 4 else "")
+            rows.append((axis, str(degree), "-" if degree == 1 else shown, "-" if degree == 1 else _tier(groups, node)))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) + f"  {row[3]}" for row in rows]
+
+    def _stride(self, axis: str) -> int:
+        side = DENSE if axis in DENSE else SPARSE
+        return math.prod(int(getattr(self, a)) for a in side[side.index(axis) + 1 :])
+
+
+def _ranks(group: list[int]) -> str:
+    return ",".join(map(str, group)) if len(group) <= 4 else f"{group[0]},{group[1]},..,{group[-1]}"
+
+
+def _tier(groups: list[list[int]], node: int | None) -> str:
+    if node is None:
+        return "unknown"
+    return "within a node" if all(g[0] // node == g[-1] // node for g in groups) else "between nodes"

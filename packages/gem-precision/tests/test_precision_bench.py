@@ -10,6 +10,7 @@ import torch
 from gem_core.config import load_config
 from gem_core.errors import DeviceError, NumericsError
 from gem_core.train import quickstart_path
+from gem_core.train.offline import evaluate_run
 from gem_precision.bench import gpu, ne
 from gem_precision.policy import fp8_linear, mx_linear
 from gem_precision.speed import pays
@@ -27,21 +28,47 @@ def test_interval_covers_the_truth():
     assert 915 <= covered <= 985
 
 
-def test_parity_run(tmp_path):
-    """A few steps of the quick start; the recipes start from the same parameters and see the same batches."""
+def test_rows_of_a_group_are_not_independent():
+    """Each row eight times over in one group: the interval of the distinct rows, not the narrower one of eight times as many."""
+    generator = torch.Generator().manual_seed(1)
+    b = -torch.rand(500, generator=generator).log()
+    a = b + 0.05 * torch.randn(500, generator=generator)
+    alone = ne.ratio_interval(a, b)
+    again = ne.ratio_interval(a.repeat_interleave(8), b.repeat_interleave(8), torch.arange(500).repeat_interleave(8))
+    assert again == pytest.approx(alone)
+    assert ne.ratio_interval(a.repeat_interleave(8), b.repeat_interleave(8))[1] < 0.4 * alone[1]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_parity_run(tmp_path, jobs):
+    """A few steps of the quick start; the recipes start from the same parameters and see the same batches, whatever the processes."""
     config = load_config(
         quickstart_path(),
-        {"train.steps": 12, "data.batch_size": 64, "eval.max_batches": 4, "data.eval_batch_size": 64, "train.tensorboard": False},
+        {
+            "train.steps": 12,
+            "data.batch_size": 64,
+            "data.synthetic.eval_rows": 300,
+            "data.synthetic.users": 100,
+            "data.eval_batch_size": 64,
+            "run.threads": 1,
+        },
     )
-    results = ne.parity(config, tmp_path / "runs")
-    assert [r.variant for r in results] == ["mxfp8", "naive mxfp8"]
+    variants = ne.VARIANTS[:1] if jobs > 1 else ne.VARIANTS
+    results = ne.parity(config, tmp_path / "runs", variants=variants, jobs=jobs)
+    assert [r.variant for r in results] == [v[0] for v in variants]
     for r in results:
         assert r.low < r.ratio < r.high
         assert 0.97 < r.ratio < 1.03
-        assert r.rows == 256
-    ne.write(results, tmp_path / "ne.json", "test")
+        assert r.rows == 300
+        assert r.groups < 300
+        assert r.ratio == pytest.approx(r.ne[0] / r.reference_ne[0])
+    # the shares of the rows are the whole split: the trainer's own evaluation of it gives the same NE
+    reference = evaluate_run(tmp_path / "runs" / "bf16-0", overrides=["eval.max_batches=100"])
+    assert results[0].reference_ne[0] == pytest.approx(reference.results["ctr"]["ne"].value, rel=1e-5)
+    ne.write(results, tmp_path, "test")
     stored = json.loads((tmp_path / "ne.json").read_text())
     assert stored["results"][0]["ratio"] == results[0].ratio
+    assert "| mxfp8 |" in (tmp_path / "ne.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

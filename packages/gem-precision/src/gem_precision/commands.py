@@ -60,20 +60,24 @@ def bench(out: Annotated[Path, typer.Option("--out", help="Folder for the result
 def bench_ne(
     config: Config = None,
     overrides: Set = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs and ne.json.")] = Path("bench-precision-ne"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for ne.json and ne.md.")] = Path("bench-precision-ne"),
+    runs: Annotated[Path | None, typer.Option("--runs", help="Folder for the run folders; none: OUT/runs.", show_default=False)] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs with this many seeds.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes side by side, spread over the GPUs.")] = 1,
+    split: Annotated[str, typer.Option("--split", help="Held-out split to compare on: eval or test.")] = "eval",
 ) -> None:
     """Train a configuration in bf16, in mxfp8 and in a naive mxfp8; print the paired 95 % interval of the NE ratios on the held-out rows.
 
-    Example: gemrec bench precision-ne my.toml --seeds 3 --out results
+    Example: gemrec bench precision-ne my.toml --seeds 3 --jobs 9 --out results
     """
     from gem_core.config import load_config
     from gem_core.train import quickstart_path
     from gem_precision.bench import ne
 
     loaded = load_config(quickstart_path() if config is None else config, overrides or ())
-    results = ne.parity(loaded, out, seeds=range(seeds))
-    ne.write(results, out / "ne.json", f"gemrec bench precision-ne {config or ''} --seeds {seeds}")
+    results = ne.parity(loaded, runs or out / "runs", seeds=range(seeds), jobs=jobs, split=split)
+    words = ["gemrec bench precision-ne", *([] if config is None else [config.name]), *(f"--set {o}" for o in overrides or ())]
+    ne.write(results, out, " ".join([*words, f"--seeds {seeds} --jobs {jobs} --split {split}"]))
     for r in results:
         ratio, low, high = (100 * (v - 1) for v in (r.ratio, r.low, r.high))
         print(f"{r.variant:<16} NE ratio - 1 = {ratio:+.4f} %  [{low:+.4f}, {high:+.4f}]  rows {r.rows}")

@@ -14,7 +14,7 @@ from gem_core.train.contract import Results
 from gem_core.train.evaluate import evaluate
 from gem_core.train.runfolder import RunFolder
 from gem_core.train.runtime import runtime
-from gem_core.train.state import load_parameters
+from gem_core.train.state import load_guard, load_parameters
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def evaluate_run(path: str | Path, *, split: str = "eval", overrides: Iterable[s
         checkpoint = store.latest()[0] if step is None else store.load(step)
         parts = build_parts(resolved, rt, trains=False)
         load_parameters(parts, checkpoint)
+        if config.precision == run_config(Path(path)).precision:
+            load_guard(parts, checkpoint)
         source = build_source(resolved, split, rt)
         results, samples = evaluate(parts.module, parts.model, source, config.eval, task_names(config.features), rt)
         return Evaluation(checkpoint.step, samples, results, rt.main)

@@ -23,6 +23,11 @@ def load_parameters(parts: Parts, checkpoint: Checkpoint) -> None:
     copy_into(parts.table_state(), checkpoint.tensors("tables"), "embedding tables", checkpoint.path)
 
 
+def load_guard(parts: Parts, checkpoint: Checkpoint) -> None:
+    """What the guard had decided when the checkpoint was written: a demoted site stays demoted, in evaluation too."""
+    parts.guard.load_state_dict(checkpoint.state("shared")["guard"])
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The state of every generator that training may draw from."""
     return {

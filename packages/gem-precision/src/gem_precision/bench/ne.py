@@ -1,19 +1,28 @@
 """NE parity of recipes: train the same run in several precisions and compare the held-out rows pairwise.
 
-With per-row losses a_i (recipe) and b_i (reference) of the same rows, the NE ratio is ``r = sum a / sum b``, and by the delta method its
-standard error is ``sqrt(mean((a - r b)^2) / n) / mean(b)``: the rows' own noise cancels because they are paired. Over several seeds the
-rows of all are pooled, and the spread of the ratios between seeds is reported beside it.
+Every (recipe, seed) is trained by itself, ``jobs`` of them side by side in processes of their own. Then the held-out rows are read once:
+each of ``jobs`` processes takes a share of them and lets all trained models predict the same batches.
+
+With a_i and b_i the losses of row i by a recipe and by the reference, each the mean over the seeds, the NE ratio is ``r = sum a / sum b``:
+the entropy of the labels, which NE is normalised with, cancels. By the delta method its standard error is
+``sqrt(sum_g (sum_{i in g} a_i - r b_i)^2) / sum b`` over the groups g of rows that belong together (``eval.group``: the rows of a user;
+every row by itself without one). The rows' own noise cancels because they are paired; what is left of the noise of training is told by
+the spread between the seeds.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +32,18 @@ from gem_core.config import config_from_dict, resolve
 from gem_core.config.load import plain
 from gem_core.config.schema import Config
 from gem_core.errors import ConfigError
+from gem_core.metrics.collect import group_key
 from gem_core.ops import use_policy
+from gem_core.plugins import manager
 from gem_core.train import train
-from gem_core.train.build import build_parts, build_source
+from gem_core.train.build import build_parts
 from gem_core.train.feed import Feed
+from gem_core.train.offline import run_config
 from gem_core.train.runfolder import RunFolder
 from gem_core.train.runtime import runtime
-from gem_core.train.state import load_parameters
+from gem_core.train.state import load_guard, load_parameters
+
+T = TypeVar("T")
 
 NAIVE: Mapping[str, Any] = {
     "keep": [], "last_layers": 0, "min_features": 1, "scale_rule": "floor", "allow_slow": True, "guard": {"enabled": False},
@@ -44,79 +58,207 @@ VARIANTS: tuple[Variant, ...] = (("mxfp8", "mxfp8", {"allow_slow": True}), ("nai
 
 @dataclass(frozen=True)
 class Parity:
-    """One variant against the reference, rows of all seeds pooled; ``low`` and ``high`` bound the 95 % interval of the NE ratio."""
+    """One variant against the reference; ``low`` and ``high`` bound the 95 % interval of the NE ratio.
+
+    ``ne``, ``reference_ne`` and ``seeds`` (ratios) have one entry a seed. ``groups``: independent groups of rows. ``decisions``: what the
+    guards of the variant's runs decided. ``train_s``: wall time of each training.
+    """
 
     variant: str
     rows: int
-    reference_loss: float
+    groups: int
     ratio: float
     low: float
     high: float
     seeds: tuple[float, ...]
+    ne: tuple[float, ...]
+    reference_ne: tuple[float, ...]
+    decisions: int
+    train_s: tuple[float, ...]
 
 
-def ratio_interval(losses: Tensor, reference: Tensor) -> tuple[float, float]:
-    """(NE ratio, standard error) of paired per-row losses ``[n]``."""
+@dataclass(frozen=True)
+class Held:
+    """Held-out rows: ``losses [runs, n]`` float32, ``labels [n]`` float32, ``groups [n]`` int64 or None."""
+
+    losses: Tensor
+    labels: Tensor
+    groups: Tensor | None
+
+    @classmethod
+    def join(cls, shares: Sequence[Held]) -> Held:
+        groups = [s.groups for s in shares if s.groups is not None]
+        return cls(torch.cat([s.losses for s in shares], 1), torch.cat([s.labels for s in shares]), torch.cat(groups) if groups else None)
+
+
+def ratio_interval(losses: Tensor, reference: Tensor, groups: Tensor | None = None) -> tuple[float, float]:
+    """(NE ratio, standard error) of paired per-row losses ``[n]``; ``groups [n]`` int64: rows of one group are not independent."""
     a, b = losses.double(), reference.double()
     ratio = float(a.sum() / b.sum())
-    error = float((a - ratio * b).square().mean().sqrt() / math.sqrt(len(a)) / b.mean())
-    return ratio, error
+    rest = a - ratio * b
+    if groups is not None:
+        _, at = groups.unique(return_inverse=True)
+        rest = rest.new_zeros(int(at.max()) + 1).index_add_(0, at, rest)
+    return ratio, float(rest.square().sum().sqrt() / b.sum())
 
 
-def row_losses(config: Config, run: Path) -> Tensor:
-    """Weighted log loss of the first task for every labelled row of the evaluation split, by the newest checkpoint of ``run``, on CPU."""
-    resolved = resolve(config)
-    found: list[Tensor] = []
-    with runtime(resolved.config) as rt, use_policy(config.kernels.default, config.kernels.ops), torch.no_grad():
-        parts = build_parts(resolved, rt, trains=False)
-        load_parameters(parts, RunFolder(run).checkpoints.latest()[0])
-        parts.model.eval()
-        for index, fed in enumerate(Feed(build_source(resolved, "eval", rt), rt.device)):
-            if config.eval.max_batches is not None and index >= config.eval.max_batches:
-                break
-            logits = parts.module(fed.batch).logits[:, 0].float()
-            labels = fed.batch.labels[:, 0].float()
-            loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-            if fed.batch.label_mask is not None:
-                loss = loss[fed.batch.label_mask[:, 0]]
-            found.append(loss.cpu())
-    return torch.cat(found)
+def normalised_entropy(losses: Tensor, labels: Tensor) -> float:
+    """Mean log loss over the entropy of the mean label; both ``[n]``."""
+    rate = float(labels.double().mean())
+    return float(losses.double().mean()) / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
+
+
+def held_out(folders: Sequence[Path], split: str, share: tuple[int, int]) -> Held:
+    """The log loss of the first task for share ``share = (i, of)`` of the labelled rows of ``split``, by the newest checkpoint of every
+    run folder. Guards are restored too: a demoted site stays demoted."""
+    configs = [resolve(run_config(folder)) for folder in folders]
+    first = configs[0].config
+    losses: list[Tensor] = []
+    labels: list[Tensor] = []
+    groups: list[Tensor] = []
+    with runtime(first) as rt, use_policy(first.kernels.default, first.kernels.ops), torch.no_grad():
+        modules = []
+        for resolved, folder in zip(configs, folders):
+            parts = build_parts(resolved, rt, trains=False)
+            checkpoint = RunFolder(folder).checkpoints.latest()[0]
+            load_parameters(parts, checkpoint)
+            load_guard(parts, checkpoint)
+            parts.model.eval()
+            modules.append(parts.module)
+        data = first.data
+        source = manager().find("source", data.source).build(
+            configs[0].source, first.features, split=split, batch_size=data.eval_batch_size or data.batch_size, shard=share, seed=0
+        )  # fmt: skip
+        for fed in Feed(source, rt.device):
+            host = fed.host
+            here = host.labels[:, 0].float()
+            kept = slice(None) if host.label_mask is None else host.label_mask[:, 0]
+            logits = torch.stack([module(fed.batch).logits[:, 0].float() for module in modules]).cpu()
+            loss = F.binary_cross_entropy_with_logits(logits, here.expand_as(logits), reduction="none")
+            losses.append(loss[:, kept])
+            labels.append(here[kept])
+            if first.eval.group is not None:
+                groups.append(group_key(host, first.eval.group)[kept])
+    if not losses:
+        raise ConfigError(f"the split {split!r} has no rows", where="data", fix="choose a source with a held-out part")
+    return Held(torch.cat(losses, 1), torch.cat(labels), torch.cat(groups) if groups else None)
 
 
 def parity(
-    config: Config, folder: Path, *, variants: Sequence[Variant] = VARIANTS, reference: str = "bf16", seeds: Iterable[int] = (0,)
+    config: Config,
+    folder: Path,
+    *,
+    variants: Sequence[Variant] = VARIANTS,
+    reference: str = "bf16",
+    seeds: Iterable[int] = (0,),
+    jobs: int = 1,
+    split: str = "eval",
 ) -> list[Parity]:
-    """Train ``config`` with the recipe ``reference`` and every variant, each seed below ``folder``, and compare.
+    """Train ``config`` with the recipe ``reference`` and every variant, each seed below ``folder``, and compare on ``split``.
 
-    :raises ConfigError: the evaluation split has no rows.
+    With ``jobs`` > 1 that many processes work side by side, spread over the visible GPUs. Unless ``eval.restore_best`` asks for them, the
+    trainings evaluate nothing on the way: the held-out rows are read once, at the end.
+
+    :raises ConfigError: the split has no rows.
     """
-    losses: dict[str, list[Tensor]] = {}
-    for seed in seeds:
-        for label, recipe, options in ((reference, reference, {}), *variants):
-            run = folder / f"{label.replace(' ', '-')}-{seed}"
-            chosen = _with(config, recipe, options, seed)
-            train(chosen, run_dir=run, overwrite=True, quiet=True)
-            losses.setdefault(label, []).append(row_losses(chosen, run))
-    base = torch.cat(losses[reference])
-    if base.numel() == 0:
-        raise ConfigError("the evaluation split has no labelled rows", where="data", fix="choose a source with a held-out part")
+    seeds = tuple(seeds)
+    runs = [(label, seed) for seed in seeds for label in (reference, *(v[0] for v in variants))]
+    chosen = {label: (recipe, options) for label, recipe, options in ((reference, reference, {}), *variants)}
+    folders = [folder / f"{label.replace(' ', '-')}-{seed}" for label, seed in runs]
+    configs = [_with(config, *chosen[label], seed, jobs) for label, seed in runs]
+    trainings = [partial(_train, c, path) for c, path in zip(configs, folders)]
+    shares = [partial(held_out, folders, split, (i, jobs)) for i in range(jobs)]
+    walls = _side_by_side(trainings, jobs)
+    held = Held.join(_side_by_side(shares, jobs))
+    if held.labels.numel() == 0:
+        raise ConfigError(f"the split {split!r} has no labelled rows", where="data", fix="choose a source with a held-out part")
+    at = {run: i for i, run in enumerate(runs)}
+
+    def of(label: str) -> Tensor:
+        return held.losses[[at[label, seed] for seed in seeds]].double()
+
+    base = of(reference)
     found = []
     for label, _, _ in variants:
-        ratio, error = ratio_interval(torch.cat(losses[label]), base)
-        single = tuple(ratio_interval(a, b)[0] for a, b in zip(losses[label], losses[reference]))
-        found.append(Parity(label, base.numel(), float(base.mean()), ratio, ratio - 1.96 * error, ratio + 1.96 * error, single))
+        losses = of(label)
+        ratio, error = ratio_interval(losses.mean(0), base.mean(0), held.groups)
+        found.append(
+            Parity(
+                label,
+                held.labels.numel(),
+                held.labels.numel() if held.groups is None else held.groups.unique().numel(),
+                ratio,
+                ratio - 1.96 * error,
+                ratio + 1.96 * error,
+                tuple(ratio_interval(a, b)[0] for a, b in zip(losses, base)),
+                tuple(normalised_entropy(a, held.labels) for a in losses),
+                tuple(normalised_entropy(b, held.labels) for b in base),
+                sum(_decisions(folders[at[label, seed]]) for seed in seeds),
+                tuple(walls[at[label, seed]] for seed in seeds),
+            )
+        )
     return found
 
 
-def write(results: Sequence[Parity], path: Path, command: str) -> None:
-    """JSON with hardware, versions and the command."""
+def _train(config: Config, folder: Path) -> float:
+    began = time.perf_counter()
+    train(config, run_dir=folder, overwrite=True, quiet=True)
+    return time.perf_counter() - began
+
+
+def _decisions(folder: Path) -> int:
+    guard = RunFolder(folder).checkpoints.latest()[0].state("shared")["guard"]
+    return len(guard.get("decisions", ()))
+
+
+def _side_by_side(tasks: Sequence[Callable[[], T]], jobs: int) -> list[T]:
+    """The results of ``tasks`` in order; in this process for one job, else in fresh processes that take turns over the GPUs."""
+    if jobs == 1:
+        return [task() for task in tasks]
+    context = multiprocessing.get_context("spawn")
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_place, initargs=(context.Value("i", 0), visible)) as pool:
+        return [future.result() for future in [pool.submit(task) for task in tasks]]
+
+
+def _place(counter: Any, visible: Sequence[str]) -> None:
+    with counter.get_lock():
+        index, counter.value = counter.value, counter.value + 1
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index % len(visible)]
+
+
+def write(results: Sequence[Parity], folder: Path, command: str) -> None:
+    """``ne.json`` and ``ne.md`` in ``folder``, with hardware, versions and the command."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     header = {"device": device, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
-    path.write_text(json.dumps(header | {"results": [asdict(r) for r in results]}, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ne.json").write_text(json.dumps(header | {"results": [asdict(r) for r in results]}, indent=1) + "\n")
+    (folder / "ne.md").write_text(markdown(results, header))
 
 
-def _with(config: Config, recipe: str, options: Mapping[str, Any], seed: int) -> Config:
+def markdown(results: Sequence[Parity], header: Mapping[str, str]) -> str:
+    """A table of ``results``; differences in percent."""
+    lines = ["# NE parity", "", f"`{header['command']}`", "", f"{header['device']}, torch {header['torch']}, {header['date']}", ""]
+    lines += ["| recipe | NE ratio - 1 | 95 % interval | by seed | NE of bf16 by seed | rows (groups) | guard decisions |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for r in results:
+        ratio, low, high, *single = (f"{100 * (v - 1):+.4f} %" for v in (r.ratio, r.low, r.high, *r.seeds))
+        bases = ", ".join(f"{v:.4f}" for v in r.reference_ne)
+        lines.append(f"| {r.variant} | {ratio} | {low} to {high} | {', '.join(single)} | {bases} | {r.rows} ({r.groups}) | {r.decisions} |")
+    return "\n".join(lines) + "\n"
+
+
+def _with(config: Config, recipe: str, options: Mapping[str, Any], seed: int, jobs: int) -> Config:
     data = plain(config)
     data["precision"] = {"recipe": recipe, recipe: dict(options)} if options else {"recipe": recipe}
-    data["run"] = {**data.get("run", {}), "seed": seed}
+    run = {**data.get("run", {}), "seed": seed}
+    if jobs > 1:
+        run.setdefault("threads", max(1, (os.cpu_count() or 1) // jobs))
+    data["run"] = run
+    data["train"] = {**data.get("train", {}), "tensorboard": False}
+    if not config.eval.restore_best:
+        rest = {k: v for k, v in data.get("eval", {}).items() if k not in ("every", "patience")}
+        data["eval"] = {**rest, "max_batches": 1}
     return config_from_dict(data)

@@ -137,7 +137,10 @@ class NumericsGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sites that the state does not know stay as they are; unknown ones of the state are ignored with a warning."""
+        """Sites that the state does not know stay as they are; unknown ones of the state are ignored with a warning. The empty state of a
+        recipe that has nothing to watch changes nothing."""
+        if not state:
+            return
         for name in set(state["levels"]) - set(self.sites):
             log.warning("the checkpoint knows a site %s that this model does not have", name)
         for name, site in self.sites.items():

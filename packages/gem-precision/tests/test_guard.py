@@ -223,13 +223,15 @@ def test_a_demoted_site_is_still_tried():
 def test_drift_demotes_the_site_of_the_largest_error():
     sites = [Site(n, "linear", linear_levels("mxfp8", mx_linear())) for n in ("first", "second")]
     guard = NumericsGuard(sites, GuardConfig(sample_every=1, drift_every=2))
-    guard.watch(lambda: 0.9 if sites[1].level else 0.91)
+    guard.watch(lambda rows: 0.9 if sites[1].level else 0.91)
     for step in (1, 2):
         sites[0].samples["fprop.x"] = torch.tensor(sums(relative=20.0), dtype=torch.float64)
         sites[1].samples["fprop.x"] = torch.tensor(sums(relative=40.0), dtype=torch.float64)
         values = guard.on_step(step, torch.tensor(0.5))
     assert [d.site for d in guard.decisions] == ["second"]
-    assert guard.decisions[0].evidence["ne_ratio"] == pytest.approx(0.91 / 0.9)
+    assert (guard.decisions[0].evidence["ne"], guard.decisions[0].evidence["shadow_ne"]) == (0.91, 0.9)
+    assert [d["site"] for d in guard.take_decisions()] == ["second"]
+    assert guard.take_decisions() == []
     assert values["guard_drift"] == pytest.approx(0.91 / 0.9 - 1)
     for step in (3, 4):
         guard.on_step(step, torch.tensor(0.5))

@@ -152,7 +152,13 @@ class CallbackSpec:
 
 @runtime_checkable
 class Guard(Protocol):
-    """What a recipe leaves behind: tells the precision of each site and watches the numbers."""
+    """What a recipe leaves behind: tells the precision of each site and watches the numbers.
+
+    Two methods may be left out. ``watch(evaluate)`` is called once before training: ``evaluate(rows)`` gives the NE of the first task over
+    the first ``rows`` held-out samples as the model computes at that moment, the same on all ranks, so a guard may call it inside
+    ``on_step`` at steps that are the same on all ranks. ``take_decisions()`` returns what the guard decided since the last call, as
+    records with ``step`` and JSON values; the trainer writes them to ``guard.jsonl`` of the run folder.
+    """
 
     def describe(self) -> Sequence[tuple[str, str, str]]:
         """(module name, precision, why) for every site."""

@@ -37,6 +37,7 @@ class RunFolder:
         self.header = path / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "eval.jsonl"
+        self.decisions = path / "guard.jsonl"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
         self.nonfinite = path / "nonfinite"
@@ -98,7 +99,7 @@ class RunFolder:
 
     def trim(self, step: int) -> None:
         """Drop lines of steps after ``step``: a resumed run writes them again. A line cut short by a crash goes too."""
-        for path in (self.metrics, self.evals):
+        for path in (self.metrics, self.evals, self.decisions):
             if path.is_file():
                 replace_file(path, "".join(json.dumps(r) + "\n" for r in read_lines(path) if r["step"] <= step))
 

@@ -21,6 +21,7 @@ from gem_core.train.build import build_parts, build_source, flops_of, task_names
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
 from gem_core.train.feed import Fed, Feed
+from gem_core.train.heldout import HeldOut
 from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
 from gem_core.train.optim import schedule_factor
@@ -104,6 +105,8 @@ class Trainer:
         self.skipped = self.skipped_in_a_row = self.saved_batches = 0
         self.wall_before = self.saving_s = 0.0
         self.guard_values: Mapping[str, Any] = {}
+        if hasattr(self.parts.guard, "watch"):
+            self.parts.guard.watch(HeldOut(self.resolved, self.parts, rt))
         self.callbacks = self._build_callbacks()
         seed = self.config.run.seed + 7919 * rt.rank
         torch.manual_seed(seed)
@@ -159,6 +162,7 @@ class Trainer:
             vector = self.step(batches, self.stop.requested is not None)
             self.outcomes.push(info.step, vector, batches)
             self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
+            self._write_decisions()
             self.position = batches[-1].position
             self.meter.steps += 1
             for fed in batches:
@@ -255,6 +259,13 @@ class Trainer:
             + (' (train.nonfinite = "skip" passes over such a loss)' if outcome.bad_loss and self.config.train.nonfinite == "stop" else ""),
         )
 
+    def _write_decisions(self) -> None:
+        take = getattr(self.parts.guard, "take_decisions", None)
+        for decision in () if take is None else take():
+            self._say("guard: " + ", ".join(f"{k} {v}" for k, v in decision.items()))
+            if self.runtime.main:
+                self.folder.append(self.folder.decisions, decision)
+
     def _log_record(self, lr: float) -> dict[str, Any]:
         weight = self.window["weight"]
         record = {
@@ -325,7 +336,7 @@ class Trainer:
         state.load_parameters(self.parts, checkpoint)
         self.step.dense.load_items(checkpoint.tensors("optimizer"))
         shared = checkpoint.state("shared")
-        self.parts.guard.load_state_dict(shared["guard"])
+        state.load_guard(self.parts, checkpoint)
         self.best.load_state_dict(shared["best"])
         for name, callback in self.stateful.items():
             if name in shared["callbacks"]:

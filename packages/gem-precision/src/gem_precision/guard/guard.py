@@ -74,8 +74,9 @@ class NumericsGuard:
         self.alarm = 0
         self.step = 0
         self._pending: deque[tuple[int, str, list[tuple[str, str]], Tensor, Any]] = deque()
-        self._evaluate: Callable[[], Any] | None = None
+        self._evaluate: Callable[[int], float] | None = None
         self.drift = 0.0
+        self._told = 0
         self._turn = 0
         self._arm(1)
 
@@ -107,9 +108,14 @@ class NumericsGuard:
         self._arm(step + 1)
         return self._scalars()
 
-    def watch(self, evaluate: Callable[[], Any]) -> None:
-        """Every ``drift_every`` steps compare ``evaluate()``, the model's NE on a held-out slice, with the same under `shadow`."""
+    def watch(self, evaluate: Callable[[int], float]) -> None:
+        """Every ``drift_every`` steps compare ``evaluate(drift_rows)``, the model's NE on held-out rows, with the same under `shadow`."""
         self._evaluate = evaluate
+
+    def take_decisions(self) -> list[dict[str, Any]]:
+        """What was decided since the last call."""
+        new, self._told = self.decisions[self._told :], len(self.decisions)
+        return [asdict(d) for d in new]
 
     @contextmanager
     def shadow(self) -> Iterator[None]:
@@ -150,6 +156,7 @@ class NumericsGuard:
             if site.generator is not None and name in state["generators"]:
                 site.generator.set_state(state["generators"][name].cpu())
         self.decisions = [Decision(**d) for d in state["decisions"]]
+        self._told = len(self.decisions)
         self.losses.history.clear()
         self.losses.history.extend(state["losses"])
         self.losses.nonfinite_in_a_row = state["nonfinite"]
@@ -289,20 +296,25 @@ class NumericsGuard:
                 self._move(step, site, len(site.levels) - 1, reason, evidence)
 
     def _compare(self, step: int) -> None:
+        """NE in the precisions in force against NE in bf16, same parameters, same rows; too much drift demotes the site whose operands had
+        the largest error in the last sample."""
         assert self._evaluate is not None
-        with torch.no_grad():
-            low = float(self._evaluate())
-            with self.shadow():
-                high = float(self._evaluate())
-        self.drift = low / high - 1 if high else 0.0
+        running = [s for s in self.sites.values() if s.level < len(s.levels) - 1]
+        if not running:
+            self.drift = 0.0
+            return
+        low = self._evaluate(self.config.drift_rows)
+        with self.shadow():
+            high = self._evaluate(self.config.drift_rows)
+        if not high > 0:
+            return
+        # a NaN is more drift than any threshold
+        self.drift = low / high - 1
         if self.drift <= self.config.max_drift:
             return
-        low_sites = [s for s in self.sites.values() if s.level < len(s.levels) - 1]
-        if low_sites:
-            worst = max(low_sites, key=lambda s: self._error(s.name))
-            self._demote(
-                step, worst, len(worst.levels) - 1, "NE drift", {"ne_ratio": 1 + self.drift, "relative_error": self._error(worst.name)}
-            )
+        worst = max(running, key=lambda s: self._error(s.name))
+        evidence = {"ne": low, "shadow_ne": high, "relative_error": self._error(worst.name)}
+        self._demote(step, worst, len(worst.levels) - 1, "NE drift", evidence)
 
     def _error(self, name: str) -> float:
         return max((m["relative_error"] for m in self.records[name].worst.values()), default=0.0)

@@ -24,7 +24,7 @@ from gem_precision.policy import Operand
 
 def built(kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, Any], num_warps: int, num_stages: int = 3) -> dict[str, Any]:
     signature = types | dict.fromkeys(constexprs, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t not in ("fp32",)}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, (n, t) in enumerate(types.items()) if t != "fp32" and n != "R"}
     options = {"num_warps": num_warps, "num_stages": num_stages}
     ptx = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", arch, 32), options=options).asm[
         "ptx"

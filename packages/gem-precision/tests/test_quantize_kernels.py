@@ -21,7 +21,10 @@ from gem_precision.policy import Operand, fp8_linear, mx_linear
 from gem_precision.site import Site
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs a GPU or TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs a GPU or TRITON_INTERPRET=1"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
 SHAPES = [(64, 128), (33, 70), (1, 32), (130, 5), (96, 257)]
 
 

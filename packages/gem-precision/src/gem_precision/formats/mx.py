@@ -145,10 +145,7 @@ def scale_exponents(amax: Tensor, elem: Element, rule: ScaleRule) -> Tensor:
 
 def scale_values(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """2^(e - 127) of E8M0 bytes in float32 or float64; NaN for 255."""
-    e = scales.to(torch.int32)
-    # byte 0 is 2^-127, a denormal of fp32 whose bits are 0x00400000
-    values = torch.where(e == 0, 0x00400000, e << 23).view(torch.float32).to(dtype)
-    return torch.where(e == NAN_SCALE, torch.nan, values)
+    return scales.view(torch.float8_e8m0fnu).to(dtype)
 
 
 def times_scales(x: Tensor, values: Tensor, block: tuple[int, int]) -> Tensor:

@@ -102,7 +102,8 @@ def store_tile(
             tl.store(col_scales + at, stored, mask=(cols < C)[None, :] & (strip < strips)[:, None])
 
 
-@triton.jit
+# Token counts differ from step to step: no kernel is compiled anew for one.
+@triton.jit(do_not_specialize=["R"])
 def quantize_kernel(
     x, y_out, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride,
     ACT: tl.constexpr, WRITE_Y: tl.constexpr,
@@ -130,7 +131,7 @@ def quantize_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def norm_quantize_kernel(
     x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride, eps,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
@@ -180,7 +181,7 @@ def norm_quantize_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, BLOCK_C: tl.constexpr):
     """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row."""
     row = tl.program_id(0).to(tl.int64)

@@ -5,10 +5,11 @@ Every variant is checked before it is timed. Times are medians of CUDA-graph rep
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.errors import DeviceError, NumericsError
+from gem_core.hookspecs import Guard
 from gem_precision.formats import quantize_mx
+from gem_precision.guard import GuardConfig
 from gem_precision.kernels.quantize import TILES, quantize_matrix
 from gem_precision.linear import LowPrecisionLinear, convert_linear
 from gem_precision.policy import LinearPolicy, Operand, fp8_linear, mx_linear
+from gem_precision.recipe import RecipeConfig, apply
 from gem_precision.site import Site
 
 ROWS = 262_144
@@ -145,6 +149,42 @@ def linear_speed(width: int, policies: Mapping[str, LinearPolicy] | None = None,
     return rows_out
 
 
+def guard_overhead(width: int = 2048, layers: int = 8, rows: int = 65_536, rounds: int = 15) -> dict[str, Any]:
+    """What watching costs a training step of ``layers`` linears in fp8-block: wall milliseconds of a step without the guard, of one between
+    two samples and of a sampled one, medians of interleaved rounds; ``overhead`` is the mean share at the default rhythm."""
+    device = require_cuda()
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    steps: dict[str, Callable[[], None]] = {}
+    every = GuardConfig().sample_every
+    for name, guard_config in (
+        ("off", GuardConfig(enabled=False)),
+        ("idle", GuardConfig(sample_every=10**9)),
+        ("sampled", GuardConfig(sample_every=1)),
+    ):
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).cuda()
+        guard = apply(net, "fp8-block", config=RecipeConfig(allow_slow=True, keep=("none",), guard=guard_config))
+        counter = itertools.count(2)
+
+        def step(net: nn.Module = net, guard: Guard = guard, counter: Iterator[int] = counter) -> None:
+            loss = net(x).float().square().mean()
+            loss.backward()
+            guard.on_step(next(counter), loss.detach())
+
+        steps[name] = step
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 2):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            if index >= 2:
+                times[name].append(1e3 * (time.perf_counter() - began))
+    ms = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+    overhead = (ms["idle_ms"] - ms["off_ms"] + (ms["sampled_ms"] - ms["idle_ms"]) / every) / ms["off_ms"]
+    return {"device": device, "width": width, "layers": layers, "rows": rows, **ms, "overhead": overhead}
+
+
 def _check(reference: tuple[Tensor, ...], found: tuple[Tensor, ...], where: str) -> None:
     for name, a, b in zip(FLOORS, reference, found):
         a, b = a[:8192].double(), b[:8192].double()
@@ -173,7 +213,7 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
         "rows": ROWS,
         "command": "gemrec bench precision",
     }
-    result = header | {"quantise": quantise_rates(tiles=candidates), "linear": speeds}
+    result = header | {"quantise": quantise_rates(tiles=candidates), "linear": speeds, "guard": [guard_overhead()]}
     out.mkdir(parents=True, exist_ok=True)
     (out / "precision.json").write_text(json.dumps(result, indent=1) + "\n")
     family = {"fp8-block": "fp8128", "fp8-rowwise": "fp80", "mxfp8": "mx32"}

@@ -14,6 +14,6 @@ __all__ = ["TRUE_PROBABILITY", "Source", "builtin_specs"]
 
 def builtin_specs() -> list[SourceSpec]:
     """The sources that the core offers."""
-    from gem_core.sources.synthetic import SPEC
+    from gem_core.sources import drawn, synthetic
 
-    return [SPEC]
+    return [synthetic.SPEC, drawn.SPEC]

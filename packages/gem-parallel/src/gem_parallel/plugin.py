@@ -12,9 +12,19 @@ class Plugin:
 
     @hookimpl
     def gem_dense_strategies(self) -> list[StrategySpec]:
-        from gem_parallel import ddp
+        from gem_parallel.dense import ddp, fsdp
 
-        return [StrategySpec("ddp", ddp.DdpConfig, ddp.build_ddp)]
+        return [
+            StrategySpec("ddp", ddp.DdpConfig, ddp.build_ddp),
+            StrategySpec("fsdp", fsdp.FsdpConfig, fsdp.build_fsdp),
+            StrategySpec("hsdp", fsdp.FsdpConfig, fsdp.build_hsdp),
+        ]
+
+    @hookimpl
+    def gem_sparse_strategies(self) -> list[StrategySpec]:
+        from gem_parallel import sparse
+
+        return sparse.specs()
 
 
 plugin = Plugin()

@@ -1,0 +1,24 @@
+"""gem-2d trains as one process does wherever its arithmetic is that of unsharded row-wise AdaGrad."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from gem_core.testing.strategies import StrategyConformance
+
+
+class TestTouchedRows(StrategyConformance):
+    parallel: ClassVar = {
+        "dense": "ddp", "sparse": "gem-2d", "model": 2, "replica": 2, "gem-2d": {"exchange": "touched", "sharding": "row"},
+    }  # fmt: skip
+    worlds = (4,)
+
+
+class TestTouchedTables(StrategyConformance):
+    parallel: ClassVar = {"dense": "ddp", "sparse": "gem-2d", "model": 1, "replica": -1, "gem-2d": {"exchange": "touched"}}
+    worlds = (2,)
+
+
+class TestWithoutReplicas(StrategyConformance):
+    parallel: ClassVar = {"dense": "ddp", "sparse": "gem-2d", "gem-2d": {"sharding": "table"}}
+    worlds = (3,)

@@ -95,6 +95,16 @@ class Label(FrozenConfig):
     threshold: float | None = Field(None, description="label = value >= threshold, for graded columns")
 
 
+class NextItem(FrozenConfig):
+    """Retrieval: which item follows a history. ``[features.next_item]``."""
+
+    item: str = Field(description="sparse feature: the item that follows a history, which the history's `target` names")
+    seen: str | None = Field(
+        None, description="sparse feature: all items that the user had before; None: those of the history as delivered"
+    )
+    pad: int | None = Field(None, ge=0, description="id that stands for no item: never a target, a negative or a candidate")
+
+
 class Features(FrozenConfig):
     """All of ``[features]``. Names are unique over all kinds."""
 
@@ -110,6 +120,7 @@ class Features(FrozenConfig):
     sparse: dict[str, Sparse] = Field(default_factory=dict)
     sequences: dict[str, Sequence] = Field(default_factory=dict)
     labels: dict[str, Label] = Field(default_factory=dict)
+    next_item: NextItem | None = Field(None, description="train retrieval of the next item instead of the labels")
 
     @model_validator(mode="after")
     def _check(self) -> Features:
@@ -137,7 +148,34 @@ class Features(FrozenConfig):
             for fname, target in seq.target.items():
                 if fname not in seq.fields or target not in self.sparse:
                     raise ValueError(f"features.sequences.{name}.target: {fname} = {target!r} must map an event field to a sparse feature")
+        if self.next_item is not None:
+            self._check_next_item(self.next_item)
         return self
+
+    def _check_next_item(self, task: NextItem) -> None:
+        for key, name in (("item", task.item), ("seen", task.seen)):
+            if name is not None and name not in self.sparse:
+                raise ValueError(f"features.next_item.{key}: there is no sparse feature {name!r}; add [features.sparse.{name}]")
+        found = [(n, f) for n, s in self.sequences.items() for f, target in s.target.items() if target == task.item]
+        if len(found) != 1:
+            raise ValueError(
+                f"features.next_item: {len(found)} event fields have the target {task.item!r}, and one must: it says which history the "
+                f"item continues; set features.sequences.NAME.target = {{ FIELD = {task.item!r} }}"
+            )
+        table = self.table_of(f"sparse.{task.item}")
+        others = {"event field": f"sequences.{found[0][0]}.fields.{found[0][1]}"}
+        others |= {"seen": f"sparse.{task.seen}"} if task.seen else {}
+        for what, path in others.items():
+            if self.table_of(path) != table:
+                raise ValueError(f"features.next_item: the {what} features.{path} and features.sparse.{task.item} must read one table")
+        if task.pad is not None and task.pad >= self.all_tables()[table].rows:
+            raise ValueError(f"features.next_item.pad = {task.pad} is no row of the table {table!r}")
+
+    def next_item_field(self) -> tuple[str, str]:
+        """(history, event field) that the item of ``next_item`` continues."""
+        assert self.next_item is not None
+        item = self.next_item.item
+        return next((n, f) for n, s in self.sequences.items() for f, target in s.target.items() if target == item)
 
     def id_features(self) -> dict[str, Ids]:
         """Every feature that reads an embedding table, by its path below ``features``."""

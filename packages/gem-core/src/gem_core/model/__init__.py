@@ -14,6 +14,8 @@ _LAZY = {
     "LocalTables": "gem_core.model.tables",
     "Lookup": "gem_core.model.contract",
     "ModelOutput": "gem_core.model.contract",
+    "Retrieval": "gem_core.model.contract",
+    "RetrievalConfig": "gem_core.model.config",
     "TableSet": "gem_core.model.contract",
     "TableSpec": "gem_core.model.contract",
     "TableState": "gem_core.model.contract",
@@ -29,24 +31,35 @@ __all__ = ["builtin_specs", *_LAZY]
 
 def builtin_specs() -> list[ModelSpec]:
     """The models of the core."""
+    from gem_core.errors import ConfigError
     from gem_core.hookspecs import ModelSpec
     from gem_core.model import config
 
-    def spec(name: str, options: type, module: str, model: str) -> ModelSpec:
+    def spec(name: str, options: type, module: str, model: str, retrieval: str | None = None) -> ModelSpec:
         def build(chosen: Any, features: Any) -> Any:
-            return getattr(importlib.import_module(f"gem_core.model.{module}"), model)(chosen, features)
+            path = f"{module}.{model}"
+            if features.next_item is not None:
+                if retrieval is None:
+                    raise ConfigError(
+                        f"the model {name!r} scores candidates and does not predict the next item",
+                        where="model.name",
+                        fix="choose gem, hstu or sasrec, or remove [features.next_item]",
+                    )
+                path = retrieval
+            found, _, cls = path.rpartition(".")
+            return getattr(importlib.import_module(f"gem_core.model.{found}"), cls)(chosen, features)
 
         return ModelSpec(name, options, build)
 
     return [
-        spec("gem", config.GemConfig, "gem", "Gem"),
+        spec("gem", config.GemConfig, "gem", "Gem", "gem_retrieval.GemRetrieval"),
         spec("din", config.DinConfig, "din", "Din"),
         spec("dlrm", config.DlrmConfig, "classic", "Dlrm"),
         spec("dcnv2", config.DcnConfig, "classic", "Dcn"),
         spec("wukong", config.WukongModelConfig, "classic", "WukongModel"),
         spec("interformer", config.InterFormerConfig, "interformer", "InterFormer"),
-        spec("sasrec", config.SasRecConfig, "sequential", "SasRec"),
-        spec("hstu", config.HstuConfig, "sequential", "Hstu"),
+        spec("sasrec", config.SasRecConfig, "sequential", "SasRec", "sequential.SasRecRetrieval"),
+        spec("hstu", config.HstuConfig, "sequential", "Hstu", "sequential.HstuRetrieval"),
     ]
 
 

@@ -19,40 +19,20 @@ from gem_core.model.flops import ModelFlops, history_lengths
 from gem_core.model.tables import LocalTables, sequence_of, sparse_group, table_set
 
 
-class RankingModel(nn.Module):
-    """A model that scores one candidate a sample: ``forward(batch) -> ModelOutput`` with logits ``[B, T]`` of the declared labels.
+class TableModel(nn.Module):
+    """A model with embedding tables, which may be replaced by what a sparse strategy built from ``table_set``."""
 
-    ``tables`` may be replaced by what a sparse strategy built from ``table_set``. ``reads(path)`` says which id features the model reads
-    (None: all); tables that none of them reads are not there. A subclass writes `score` and `count_flops`.
-
-    :raises ConfigError: features without a label.
-    """
-
-    def __init__(self, options: TableOptions, features: Features, *, reads: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, options: TableOptions, tables: TableSet) -> None:
         super().__init__()
-        if not features.labels:
-            raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
-        self.task_names = tuple(features.labels)
-        self.table_set = table_set(features, options.embedding_dim)
-        if reads is not None:
-            self.table_set = _only(self.table_set, reads)
-        self.tables: nn.Module = LocalTables(self.table_set)
+        self.table_set = tables
+        self.tables: nn.Module = LocalTables(tables)
         self.dropout = nn.Dropout(options.embedding_dropout)
 
-    def forward(self, batch: Batch) -> ModelOutput:
-        if batch.num_targets is not None:
-            raise BatchError(
-                "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
-            )
-        embedded: Embedded = self.tables(sparse_group(batch, self.table_set.lookups))
-        if self.training and self.dropout.p:
-            embedded = {k: (self.dropout(v[0]), v[1]) if isinstance(v, tuple) else self.dropout(v) for k, v in embedded.items()}
-        logits, losses = self.score(batch, embedded)
-        return ModelOutput(logits.float(), self.task_names, losses)
-
-    def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits ``[B, T]`` and auxiliary losses by name."""
-        raise NotImplementedError
+    def dropped(self, embedded: Embedded) -> Embedded:
+        """Embeddings after the dropout of training."""
+        if not self.training or not self.dropout.p:
+            return embedded
+        return {k: (self.dropout(v[0]), v[1]) if isinstance(v, tuple) else self.dropout(v) for k, v in embedded.items()}
 
     def flops(self, batch: Batch) -> dict[str, int]:
         """Training FLOPs of a batch on the host, by part."""
@@ -60,6 +40,36 @@ class RankingModel(nn.Module):
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
+        raise NotImplementedError
+
+
+class RankingModel(TableModel):
+    """A model that scores one candidate a sample: ``forward(batch) -> ModelOutput`` with logits ``[B, T]`` of the declared labels.
+
+    ``reads(path)`` says which id features the model reads (None: all); tables that none of them reads are not there. A subclass writes
+    `score` and `count_flops`.
+
+    :raises ConfigError: features without a label.
+    """
+
+    def __init__(self, options: TableOptions, features: Features, *, reads: Callable[[str], bool] | None = None) -> None:
+        if not features.labels:
+            raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
+        tables = table_set(features, options.embedding_dim)
+        super().__init__(options, tables if reads is None else _only(tables, reads))
+        self.task_names = tuple(features.labels)
+
+    def forward(self, batch: Batch) -> ModelOutput:
+        if batch.num_targets is not None:
+            raise BatchError(
+                "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
+            )
+        embedded = self.dropped(self.tables(sparse_group(batch, self.table_set.lookups)))
+        logits, losses = self.score(batch, embedded)
+        return ModelOutput(logits.float(), self.task_names, losses)
+
+    def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Logits ``[B, T]`` and auxiliary losses by name."""
         raise NotImplementedError
 
 

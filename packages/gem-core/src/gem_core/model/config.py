@@ -19,7 +19,10 @@ class EventConfig(FrozenConfig):
         "concat", description="sum of the fields' embeddings, one linear map of all of them, or a MaskNet of all of them"
     )
     compare: bool = Field(False, description="also the products of the event's target fields with the candidate's")
-    positions: int = Field(0, ge=0, description="learned embedding of the last N places, counted from the newest event; 0: none")
+    positions: int = Field(0, ge=0, description="learned embedding of N places; 0: none")
+    count_from: Literal["newest", "oldest"] = Field("newest", description="where places are counted from; further ones share the last")
+    place_std: float = Field(1.0, ge=0, description="standard deviation of the places' initial embeddings")
+    scale: float = Field(1.0, gt=0, description="factor of the fields' token before place and age are added")
     time_buckets: int = Field(0, ge=0, description="learned embedding of log(1 + age / time_scale) in N buckets; 0: none")
     time_scale: float = Field(60.0, gt=0, description="seconds; ages well below it are not told apart")
     time_max: float = Field(3.15e7, gt=0, description="seconds; ages from here on share the last bucket")
@@ -175,8 +178,32 @@ class TableOptions(FrozenConfig):
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
 
 
+class RetrievalConfig(FrozenConfig):
+    """``[model.retrieval]``: what is learned and how items are scored where ``[features.next_item]`` is declared.
+
+    A score is ``state . item / temperature``, both normalised to length 1 first with ``normalize``.
+    """
+
+    loss: Literal["bce", "gbce", "sampled_softmax", "softmax"] = Field("sampled_softmax", description="softmax: over all items")
+    negatives: int = Field(128, gt=0, description="items drawn for each position; not used by softmax")
+    sampling: Literal["uniform", "popularity"] = Field("uniform", description="popularity: by how often an item was a target so far")
+    shared: bool = Field(False, description="one draw for all positions of a batch")
+    false_negatives: Literal["keep", "target", "history"] = Field(
+        "target", description="leave drawn items out that are the position's target, or also any item of the sample's history"
+    )
+    log_q: bool = Field(False, description="sampled_softmax: subtract the log of an item's probability of being drawn")
+    t: float = Field(0.75, ge=0, le=1, description="gbce: calibration; 0 is bce, 1 undoes what the sampling does to the scores")
+    temperature: float = Field(1.0, gt=0)
+    normalize: bool = False
+
+
 class GemConfig(TableOptions):
-    """``[model]`` of ``name = "gem"``. ``sequence = false`` removes the history towers."""
+    """``[model]`` of ``name = "gem"``. ``sequence = false`` removes the history towers.
+
+    For retrieval the history's tower stands alone: interaction, pooling and heads, which score a candidate, are not built.
+    """
+
+    retrieval: RetrievalConfig = RetrievalConfig()
 
     layers: int = Field(2, gt=0)
     dim: int = Field(32, gt=0, description="width of a feature token")
@@ -293,9 +320,11 @@ class SasRecConfig(TableOptions):
     dim: int = Field(64, gt=0)
     heads: int = Field(1, gt=0)
     ffn: int = Field(256, gt=0, description="hidden width of the FFN")
-    positions: int = Field(200, gt=0, description="learned embedding of the last N places")
+    positions: int = Field(200, gt=0, description="learned embedding of N places")
+    count_from: Literal["newest", "oldest"] = Field("newest", description="where places are counted from; further ones share the last")
     dropout: float = Field(0.2, ge=0, lt=1)
     history: str | None = Field(None, description="which history to read; None: the only one")
+    retrieval: RetrievalConfig = RetrievalConfig()
 
     @model_validator(mode="after")
     def _check(self) -> SasRecConfig:
@@ -318,8 +347,10 @@ class HstuConfig(TableOptions):
     max_attention: int | None = Field(None, gt=0, description="a row sees this many rows before it; None: all")
     position_bias: int = Field(0, ge=0, description="relative position bias up to this distance; 0: none")
     time_bias: int = Field(0, ge=0, description="buckets of the time-gap bias, log-spaced from 1 s to 10 years; 0: none")
-    positions: int = Field(0, ge=0, description="learned embedding of the last N places; 0: none")
+    positions: int = Field(0, ge=0, description="learned embedding of N places; 0: none")
+    count_from: Literal["newest", "oldest"] = Field("newest", description="where places are counted from; further ones share the last")
     context: bool = Field(True, description="features that are not the candidate's go before the history as context rows")
     hidden: tuple[int, ...] = Field((64,), description="hidden layers of each task's MLP over the candidate's row")
     dropout: float = Field(0.0, ge=0, lt=1)
     history: str | None = Field(None, description="which history to read; None: the only one")
+    retrieval: RetrievalConfig = RetrievalConfig()

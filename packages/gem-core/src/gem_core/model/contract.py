@@ -110,8 +110,27 @@ class Tables(Protocol):
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """``logits [B, T]`` float in the order of ``task_names``; ``aux_losses``: further scalar losses to add, by name."""
+    """``logits [B, T]`` float in the order of ``task_names``; ``aux_losses``: further scalar losses to add, by name.
+
+    A model of `Retrieval` has no logits (T = 0). In training it gives ``loss``, the weighted sum of its loss over the positions that
+    ``Batch.targets`` supervises; in evaluation ``query [B, width]`` fp32, the state that scores the items to follow each history.
+    """
 
     logits: Tensor
     task_names: tuple[str, ...]
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    query: Tensor | None = None
+
+
+@runtime_checkable
+class Retrieval(Protocol):
+    """What a model is beside being a module where ``[features.next_item]`` is declared: it ranks all items for each history.
+
+    A score is ``query . item_vectors(ids)``. ``items`` is the number of ids, [0, items).
+    """
+
+    items: int
+
+    def item_vectors(self, ids: Tensor) -> Tensor:
+        """``[n, width]`` fp32 of ``ids [n]`` int64. Every rank calls it with the same ids, equally often."""

@@ -181,7 +181,7 @@ class EventTokens(nn.Module):
     """The fields of each event to one token, ``[N, dim]``; and the candidate as such an event, ``[B, dim]``.
 
     "concat" maps all fields, one after another, by one matrix, "masknet" by a `MaskNet`; "sum" adds them, each by its own matrix unless it
-    is an embedding of width ``dim``. `placed` adds learned embeddings of the place from the newest event and of the log age; the
+    is an embedding of width ``dim``. `placed` scales it and adds learned embeddings of the place and of the log age; the
     candidate's age is 0. With ``compare`` it also adds a linear map of ``sqrt(width) e * c``, e the event's and c the candidate's embedding
     of each target field: what DIN's activation unit reads.
 
@@ -216,17 +216,21 @@ class EventTokens(nn.Module):
         self.match = nn.Linear(sum(compared), dim, bias=False) if compared else None
         self.place = nn.Embedding(config.positions + 1, dim) if config.positions else None
         self.age = nn.Embedding(config.time_buckets, dim) if config.time_buckets else None
+        if self.place is not None and config.place_std != 1:
+            nn.init.normal_(self.place.weight, std=config.place_std)
 
     def forward(self, batch: Batch, embedded: Embedded) -> Tensor:
         """``[N, dim]`` of the history's events, without place and age."""
         return self._combine(self.fields(batch, embedded))
 
     def placed(self, token: Tensor, batch: Batch, embedded: Embedded, rows: Rows) -> Tensor:
-        """Add place, age and comparison to ``token [N, dim]``; ``rows`` is the layout that `rows` gave."""
+        """Scale ``token [N, dim]``, and add place, age and comparison; ``rows`` is the layout that `rows` gave."""
+        token = self._scaled(token)
         if self.match is not None:
             token = token + self.match(self.fields.products(batch, embedded, rows, self.scales))
         if self.place is not None:
-            token = token + self.place((rows.recency + 1).clamp(max=self.config.positions))
+            place = rows.recency if self.config.count_from == "newest" else rows.position
+            token = token + self.place((place + 1).clamp(max=self.config.positions))
         if self.age is not None:
             assert rows.ages is not None
             token = token + self.age(self._bucket(rows.ages))
@@ -234,7 +238,7 @@ class EventTokens(nn.Module):
 
     def candidate(self, embedded: Embedded, batch_size: int) -> Tensor:
         """``[B, dim]``: the candidate as an event that happens now."""
-        token = self._combine(self.fields.candidate(embedded, batch_size))
+        token = self._scaled(self._combine(self.fields.candidate(embedded, batch_size)))
         if self.match is not None:
             own = [embedded[f"sparse.{t}"] for t in self.fields.target.values()]
             token = token + self.match(torch.cat([c * c * scale for c, scale in zip(own, self.scales)], 1))
@@ -243,6 +247,9 @@ class EventTokens(nn.Module):
         if self.age is not None:
             token = token + self.age.weight[0]
         return token
+
+    def _scaled(self, token: Tensor) -> Tensor:
+        return token if self.config.scale == 1 else token * self.config.scale
 
     def _combine(self, fields: list[Tensor]) -> Tensor:
         if self.config.combine != "sum":

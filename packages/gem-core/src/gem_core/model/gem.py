@@ -108,8 +108,5 @@ class Gem(RankingModel):
         return gem_flops(self, lengths, batch_size)
 
     def _next_event(self, name: str, history: History) -> Tensor:
-        rows, extra = history.event_rows, history.rows.cls + int(history.rows.candidate)
-        states = history.s
-        if extra:
-            states = states[torch.arange(rows.count, device=states.device) + rows.sample * extra + history.rows.cls]
-        return self.towers[name].next_event * self.next_event[name](states, history.events, rows)
+        states = history.rows.events(history.s)
+        return self.towers[name].next_event * self.next_event[name](states, history.events, history.event_rows)

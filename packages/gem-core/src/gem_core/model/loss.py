@@ -41,10 +41,15 @@ def task_loss(
     A label that the mask excludes has weight 0, whatever its value (NaN included). ``total`` is the number (or total weight) of samples
     over all ranks and micro-batches that make one optimizer step; None: this batch's samples (the sum of ``weights [B]`` where given). One
     total for all tasks keeps a rarely labelled task, such as CVR, from being blown up. Auxiliary losses are means over this batch, and
-    count by the batch's share of ``total``.
+    count by the batch's share of ``total``. An output with a ``loss`` of its own (retrieval) gives that over ``total``.
 
     :raises BatchError: the labels are not those of the output's tasks.
     """
+    own = batch_total(batch)
+    total = own if total is None else total
+    if output.loss is not None:
+        tiny = torch.finfo(torch.float32).tiny
+        return output.loss.float() / (total.clamp(min=tiny) if isinstance(total, Tensor) else max(total, tiny))
     weights = label_weights(batch)
     labels = batch.labels
     assert labels is not None
@@ -54,8 +59,6 @@ def task_loss(
             where="features.labels",
             fix=f"the model predicts: {', '.join(output.task_names)}",
         )
-    own = batch_total(batch)
-    total = own if total is None else total
     target = torch.where(weights > 0, labels.to(output.logits.dtype), torch.zeros((), dtype=output.logits.dtype, device=labels.device))
     losses = F.binary_cross_entropy_with_logits(output.logits, target, reduction="none") * weights
     if task_weights is not None:
@@ -68,8 +71,25 @@ def task_loss(
 
 
 def batch_total(batch: Batch) -> Tensor | float:
-    """What this batch adds to ``total``: its sample count, or the sum of ``weights [B]`` (of ``weights [B, T]``: of their means over T)."""
+    """What this batch adds to ``total``: its sample count, or the sum of ``weights [B]`` (of ``weights [B, T]``: of their means over T).
+
+    With ``targets`` it is the number of supervised positions, each with the weight of its sample.
+    """
+    if batch.targets is not None:
+        return target_weights(batch).sum()
     if batch.weights is None:
         return float(batch.size)
     weights = batch.weights if batch.weights.dim() == 1 else batch.weights.mean(1)
     return weights.sum(dtype=torch.float32)
+
+
+def target_weights(batch: Batch) -> Tensor:
+    """``[N]`` fp32: the weight of each position that ``batch.targets`` supervises, 0 where ``target_mask`` excludes it."""
+    assert batch.targets is not None
+    ones = torch.ones(batch.targets.shape, device=batch.targets.device)
+    weights = ones if batch.target_mask is None else batch.target_mask.float()
+    if batch.weights is None:
+        return weights
+    offsets = next(iter(batch.sequences.values())).offsets
+    sample = torch.searchsorted(offsets[1:], torch.arange(weights.shape[0], device=offsets.device, dtype=offsets.dtype), right=True)
+    return weights * batch.weights[sample]

@@ -88,6 +88,16 @@ class Rows:
         real = place >= (self.offsets[:-1] + self.cls).unsqueeze(1)
         return values[place.clamp(min=0)] * real.unsqueeze(-1).to(values.dtype)
 
+    def events(self, values: Tensor) -> Tensor:
+        """The events' rows without CLS and candidate rows, ``[N, d] -> [N - B * (cls + candidate), d]``."""
+        extra = self.cls + int(self.candidate)
+        if not extra:
+            return values
+        place = torch.arange(self.count - extra * self.batch_size, device=values.device)
+        ends = self.offsets[1:] - self.uniform(extra)[1:]
+        sample = torch.searchsorted(ends, place.to(ends.dtype), right=True)
+        return values[place + sample * extra + self.cls]
+
     def first(self, values: Tensor, k: int) -> Tensor:
         """The first ``k`` rows of each sample (the CLS rows), ``[N, d] -> [B, k, d]``."""
         return values[self.offsets[:-1].unsqueeze(1) + torch.arange(k, device=values.device)]

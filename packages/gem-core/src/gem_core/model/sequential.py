@@ -1,4 +1,4 @@
-"""SASRec and HSTU: models of one sequence, here scoring a candidate. `encode` gives the states of all events."""
+"""SASRec and HSTU: models of one sequence, scoring a candidate or predicting the next item."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gem_core.model.flops import FlopCount, ModelFlops, attention_pairs, block_f
 from gem_core.model.heads import TaskHeads
 from gem_core.model.history import History, HistoryEntry, only_history
 from gem_core.model.layers import Mlp, Norm, NormLinear
+from gem_core.model.retrieval import RetrievalModel
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import SequenceBlock
 from gem_core.model.tables import sequence_of
@@ -27,34 +28,19 @@ TEN_YEARS = 315_576_000
 """Seconds; where the buckets of HSTU's time bias end."""
 
 
-class SasRec(RankingModel):
-    """SASRec (arXiv 1808.09781): causal self-attention over the events; the logit of a task is the product of the last state, mapped for
-    the task, with the candidate's token. A sample without history has a learned state.
+class SasRecTower(nn.Module):
+    """SASRec (arXiv 1808.09781): causal self-attention over the events. A part of the models that it is a base of."""
 
-    :raises ConfigError: not one history, or one whose ``target`` maps no field.
-    """
-
-    def __init__(self, config: SasRecConfig, features: Features) -> None:
-        name = _candidate_history(features, config.history, "SASRec")
-        targets = {f"sparse.{t}" for t in features.sequences[name].target.values()}
-        super().__init__(config, features, reads=lambda path: path in targets or path.startswith(f"sequences.{name}."))
-        c = self.config = config
-        self.history = name
+    def make_tower(self, c: SasRecConfig, name: str, features: Features, event: EventConfig, pooling: PoolingConfig) -> None:
+        """Create the modules; ``pooling`` with a candidate query also makes the candidate's token."""
+        self.config = c
         self.tower = SequenceConfig(
             dim=c.dim, heads=c.heads, attention="causal", ffn=c.ffn, norm="layer", dropout=c.dropout, pffn=PffnConfig(kind="none"),
-            event=EventConfig(positions=c.positions), pooling=PoolingConfig(candidate_queries=1),
+            event=event, pooling=pooling,
         )  # fmt: skip
-        self.entry = HistoryEntry(self.history, features, self.table_set, 0, 0, self.tower, about=False)
+        self.entry = HistoryEntry(name, features, self.table_set, 0, 0, self.tower, about=False)
         self.layers = nn.ModuleList(SequenceBlock(self.tower, 0, 0) for _ in range(c.layers))
         self.norm = Norm(c.dim, "layer", affine=True)
-        self.empty = nn.Parameter(torch.empty(c.dim))
-        self.heads = nn.Linear(c.dim, len(self.task_names) * c.dim)
-        self.bias = nn.Parameter(torch.empty(len(self.task_names)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.empty)
-        nn.init.zeros_(self.bias)
 
     def encode(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, History]:
         """States ``[N, dim]`` of all events, each knowing only its past, and the history they belong to."""
@@ -63,6 +49,36 @@ class SasRec(RankingModel):
         for block in self.layers:
             s = block(s, torch.empty(0), history.rows)
         return self.norm(s), history
+
+    def count_tower(self, count: FlopCount, lengths: Tensor, batch_size: int) -> None:
+        """FLOPs of `encode` for histories of ``lengths [B]``."""
+        rows = entry_flops(count, self.entry, lengths, batch_size, 0)
+        for block in self.layers:
+            block_flops(count, block, self.tower, rows, lengths, batch_size, 0)
+
+
+class SasRec(SasRecTower, RankingModel):
+    """SASRec scoring a candidate: the logit of a task is the product of the last state, mapped for the task, with the candidate's token.
+    A sample without history has a learned state.
+
+    :raises ConfigError: not one history, or one whose ``target`` maps no field.
+    """
+
+    def __init__(self, config: SasRecConfig, features: Features) -> None:
+        name = _candidate_history(features, config.history, "SASRec")
+        targets = {f"sparse.{t}" for t in features.sequences[name].target.values()}
+        RankingModel.__init__(self, config, features, reads=lambda path: path in targets or path.startswith(f"sequences.{name}."))
+        c, self.history = config, name
+        event = EventConfig(positions=c.positions, count_from=c.count_from)
+        self.make_tower(c, name, features, event, PoolingConfig(candidate_queries=1))
+        self.empty = nn.Parameter(torch.empty(c.dim))
+        self.heads = nn.Linear(c.dim, len(self.task_names) * c.dim)
+        self.bias = nn.Parameter(torch.empty(len(self.task_names)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.empty)
+        nn.init.zeros_(self.bias)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         states, history = self.encode(batch, embedded)
@@ -74,12 +90,18 @@ class SasRec(RankingModel):
 
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         count = FlopCount()
-        rows = entry_flops(count, self.entry, lengths[self.history], batch_size, 0)
-        for block in self.layers:
-            block_flops(count, block, self.tower, rows, lengths[self.history], batch_size, 0)
+        self.count_tower(count, lengths[self.history], batch_size)
         count.linear("heads", self.heads, batch_size)
         count.add("heads", 2 * batch_size * len(self.task_names) * self.config.dim)
         return count.total()
+
+
+class SasRecRetrieval(SasRecTower, RetrievalModel):
+    """SASRec predicting the next item."""
+
+    def __init__(self, config: SasRecConfig, features: Features) -> None:
+        RetrievalModel.__init__(self, config, config.retrieval, features, config.dim, context=False)
+        self.make_tower(config, self.history, self.inputs, _plain_events(config), PoolingConfig())
 
 
 class HstuLayer(nn.Module):
@@ -128,41 +150,34 @@ class HstuLayer(nn.Module):
         return s + self.dropout(self.out(self.norm(o.flatten(1)) * u))
 
 
-class Hstu(RankingModel):
-    """HSTU (arXiv 2402.17152) for ranking: context rows, events, and the candidate as last row, which sees all and is seen by none; an MLP
-    a task reads the candidate's row.
+class HstuTower(nn.Module):
+    """HSTU (arXiv 2402.17152): context rows, events and, for ranking, the candidate as last row, through pointwise attention.
 
-    Context rows are the sample's features that are not the candidate's side of an event field, one row a feature.
+    Context rows are the sample's features that are not the candidate's side of an event field, one row a feature. ``ranks``: they see and
+    are seen by all events; else they are a prefix that sees no event, so that no state knows a later one.
 
-    :raises ConfigError: not one history, one whose ``target`` maps no field, or a time bias for a history without times.
+    :raises ConfigError: a time bias for a history without times.
     """
 
-    def __init__(self, config: HstuConfig, features: Features) -> None:
-        name = _candidate_history(features, config.history, "HSTU")
+    def make_tower(self, c: HstuConfig, name: str, features: Features, event: EventConfig, *, ranks: bool) -> None:
+        """Create the modules."""
+        self.config, self.history, self.ranks = c, name, ranks
         sequence = features.sequences[name]
-        targets = {f"sparse.{t}" for t in sequence.target.values()}
-        wanted = targets | ({f"sparse.{t}" for t in features.sparse} if config.context else set())
-        super().__init__(config, features, reads=lambda path: path in wanted or path.startswith(f"sequences.{name}."))
-        c = self.config = config
-        self.history = name
         if c.time_bias and sequence.timestamps is None:
             raise ConfigError(
-                f"time_bias needs the events' times, and the history {self.history!r} declares none",
+                f"time_bias needs the events' times, and the history {name!r} declares none",
                 where="model.time_bias",
-                fix=f"set features.sequences.{self.history}.timestamps, or time_bias = 0",
+                fix=f"set features.sequences.{name}.timestamps, or time_bias = 0",
             )
         others = {n: f for n, f in features.sparse.items() if n not in sequence.target.values()}
         about = features.model_copy(update={"sparse": others})
         has_context = c.context and bool(others or features.dense or features.vectors)
         self.context = FeatureTokens(about, self.table_set, c.dim) if has_context else None
         n = self.context.count if self.context is not None else 0
-        self.tower = SequenceConfig(
-            dim=c.dim, heads=1, attention="causal", candidate=True, cls=n, event=EventConfig(positions=c.positions),
-        )  # fmt: skip
-        self.entry = HistoryEntry(self.history, features, self.table_set, 0, 0, self.tower, summary=nn.Identity(), about=False)
+        self.tower = SequenceConfig(dim=c.dim, heads=1, attention="causal", candidate=ranks, cls=n, event=event)
+        self.entry = HistoryEntry(name, features, self.table_set, 0, 0, self.tower, summary=nn.Identity(), about=False)
         length = c.scale_length or sequence.max_length
         self.layers = nn.ModuleList(HstuLayer(c, length) for _ in range(c.layers))
-        self.heads = TaskHeads(Mlp(c.dim, (*c.hidden, 1), activation="silu", dropout=c.dropout) for _ in self.task_names)
         self.event_second, self.sample_second = SECONDS[sequence.time_unit], SECONDS[features.timestamp_unit]
 
     def encode(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, History]:
@@ -175,38 +190,80 @@ class Hstu(RankingModel):
             times = self._times(batch, history)
             steps = torch.arange(self.config.time_bias - 1, device=s.device, dtype=torch.float64)
             edges = (TEN_YEARS ** (steps / max(1, self.config.time_bias - 2))).long()
+        seen = rows if self.ranks else Rows(rows.offsets, rows.count, rows.max_length)
         for layer in self.layers:
-            s = layer(s, rows, times, edges)
+            s = layer(s, seen, times, edges)
         return s, history
+
+    def _times(self, batch: Batch, history: History) -> Tensor:
+        """``[N]`` int64 seconds of every row; context rows and the candidate have the sample's time, or that of its newest event. For
+        retrieval, where that would be a later event's, context rows have the time of the oldest one."""
+        group, rows = sequence_of(batch, self.history), history.event_rows
+        assert group.timestamps is not None
+        own = (group.timestamps.double() * self.event_second).long()
+        if not self.ranks:
+            now = own[rows.offsets[:-1].clamp(max=max(0, rows.count - 1))] if rows.count else own.new_zeros(rows.batch_size)
+        elif batch.timestamps is not None:
+            now = (batch.timestamps.double() * self.sample_second).long()
+        else:
+            now = rows.newest(own.unsqueeze(1), 1).flatten()
+        c = self.tower
+        parts = [(now.repeat_interleave(c.cls), rows.uniform(c.cls)), (own, rows.offsets), (now, rows.uniform(1))]
+        return ops.jagged_concat(parts[0 if c.cls else 1 : 3 if self.ranks else 2])[0]
+
+    def count_tower(self, count: FlopCount, lengths: Tensor, batch_size: int) -> None:
+        """FLOPs of `encode` for histories of ``lengths [B]``."""
+        c = self.config
+        count.linear("features", self.context, batch_size, c.dim)
+        rows = entry_flops(count, self.entry, lengths, batch_size, c.dim)
+        window = None if c.max_attention is None else (c.max_attention, -1)
+        if self.ranks:
+            pairs = attention_pairs("causal", self.tower, lengths, window)
+        else:
+            pairs = attention_pairs("causal", SequenceConfig(), lengths + self.tower.cls, window)
+        for layer in self.layers:
+            count.linear("attention", layer, rows)
+            count.attend("attention", pairs, c.heads, c.qk_dim, c.v_dim)
+
+
+class Hstu(HstuTower, RankingModel):
+    """HSTU for ranking: the candidate is the last row, which sees all and is seen by none; an MLP a task reads it.
+
+    :raises ConfigError: not one history, one whose ``target`` maps no field, or a time bias for a history without times.
+    """
+
+    def __init__(self, config: HstuConfig, features: Features) -> None:
+        name = _candidate_history(features, config.history, "HSTU")
+        targets = {f"sparse.{t}" for t in features.sequences[name].target.values()}
+        wanted = targets | ({f"sparse.{t}" for t in features.sparse} if config.context else set())
+        RankingModel.__init__(self, config, features, reads=lambda path: path in wanted or path.startswith(f"sequences.{name}."))
+        c = config
+        self.make_tower(c, name, features, EventConfig(positions=c.positions, count_from=c.count_from), ranks=True)
+        self.heads = TaskHeads(Mlp(c.dim, (*c.hidden, 1), activation="silu", dropout=c.dropout) for _ in self.task_names)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         states, history = self.encode(batch, embedded)
         last = history.rows.last(states).squeeze(1)
         return self.heads(last), {}
 
-    def _times(self, batch: Batch, history: History) -> Tensor:
-        """``[N]`` int64 seconds of every row; context rows and the candidate have the sample's time, or that of its newest event."""
-        group, rows = sequence_of(batch, self.history), history.event_rows
-        assert group.timestamps is not None
-        own = (group.timestamps.double() * self.event_second).long()
-        if batch.timestamps is not None:
-            now = (batch.timestamps.double() * self.sample_second).long()
-        else:
-            now = rows.newest(own.unsqueeze(1), 1).flatten()
-        c = self.tower
-        parts = [(now.repeat_interleave(c.cls), rows.uniform(c.cls)), (own, rows.offsets), (now, rows.uniform(1))]
-        return ops.jagged_concat(parts if c.cls else parts[1:])[0]
-
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
-        c, count = self.config, FlopCount()
-        count.linear("features", self.context, batch_size, c.dim)
-        rows = entry_flops(count, self.entry, lengths[self.history], batch_size, c.dim)
-        pairs = attention_pairs("causal", self.tower, lengths[self.history], None if c.max_attention is None else (c.max_attention, -1))
-        for layer in self.layers:
-            count.linear("attention", layer, rows)
-            count.attend("attention", pairs, c.heads, c.qk_dim, c.v_dim)
+        count = FlopCount()
+        self.count_tower(count, lengths[self.history], batch_size)
         count.linear("heads", self.heads, batch_size)
         return count.total()
+
+
+class HstuRetrieval(HstuTower, RetrievalModel):
+    """HSTU predicting the next item. Its context rows come first and see only each other."""
+
+    def __init__(self, config: HstuConfig, features: Features) -> None:
+        RetrievalModel.__init__(self, config, config.retrieval, features, config.dim, context=config.context)
+        self.make_tower(config, self.history, self.inputs, _plain_events(config), ranks=False)
+
+
+def _plain_events(config: SasRecConfig | HstuConfig) -> EventConfig:
+    """Events as the retrieval papers have them: the embedding times sqrt(dim), plus a place that begins small."""
+    return EventConfig(combine="sum", positions=config.positions, count_from=config.count_from, place_std=0.02, scale=config.dim**0.5)
 
 
 def _candidate_history(features: Features, name: str | None, model: str) -> str:

@@ -11,7 +11,7 @@ from gem_core.errors import ConfigError, DeviceError
 from gem_core.plugins import manager
 from gem_core.testing.strategies import StrategyConformance
 from gem_parallel import Mesh
-from gem_parallel.ddp import DdpConfig, build_ddp
+from gem_parallel.dense.ddp import DdpConfig, build_ddp
 
 
 class TestDdp(StrategyConformance):

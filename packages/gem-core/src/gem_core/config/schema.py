@@ -123,6 +123,7 @@ class Train(FrozenConfig):
     schedule: Schedule = Schedule()
     log_every: int = Field(50, gt=0)
     checkpoint_every: int | None = Field(None, gt=0, description="steps between checkpoints; the final one is always written")
+    checkpoint_async: bool = Field(False, description="copy the state and write it while training goes on; costs host memory for the copy")
     keep_checkpoints: int = Field(2, gt=0)
     tensorboard: bool = True
     callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)

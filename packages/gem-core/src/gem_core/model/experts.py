@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from gem_core.model.config import InteractionConfig, NormKind
@@ -13,7 +15,8 @@ class SummedExperts(nn.Module):
     """``X' = norm(sum_e expert_e(X) + shortcut(X))``, ``[B, n, d] -> [B, tokens, d]``.
 
     The shortcut is the identity where n = tokens and a linear map over the token axis elsewhere. With one "wukong" expert this is
-    Wukong's layer. ``experts`` is a list of modules with the same shapes, so that they can be spread over processes.
+    Wukong's layer. ``experts`` is a list of modules with the same shapes, so that they can be spread over processes: ``spread(x)``, where a
+    strategy has set it, gives the sum over all experts, and those of other processes are `Elsewhere` here.
     """
 
     def __init__(
@@ -31,9 +34,23 @@ class SummedExperts(nn.Module):
         self.experts = nn.ModuleList(build(name) for name in c.experts)
         self.shortcut = nn.Identity() if n == c.tokens else TokenMix(n, c.tokens)
         self.norm = Norm(dim, norm, affine=True)
+        self.spread: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.shortcut(x)
+        if self.spread is not None:
+            return self.norm(y + self.spread(x))
         for expert in self.experts:
             y = y + expert(x)
         return self.norm(y)
+
+
+class Elsewhere(nn.Module):
+    """Stands for an expert that another process holds: no parameters, and ``like`` (on the meta device) to count its FLOPs by."""
+
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.like = (expert.to("meta"),)  # in a tuple, so that its parameters are not this module's
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("this expert is computed by another process")

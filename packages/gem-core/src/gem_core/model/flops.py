@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gem_core.batch import Batch
 from gem_core.model.config import SequenceConfig
 from gem_core.model.embedding import TokenProjection
+from gem_core.model.experts import Elsewhere
 from gem_core.model.interaction import Dot, FactorizationMachine
 from gem_core.model.layers import TokenMix
 from gem_core.model.pooling import SumKron
@@ -101,6 +102,8 @@ def linear_flops(module: nn.Module | None, width: int = 0) -> int:
         n = module.tokens
         products = 2 * n * n * module.dim if module.project is None else 4 * n * module.project.shape[1] * module.dim
         return products + linear_flops(module.mlp)
+    if isinstance(module, Elsewhere):
+        return linear_flops(module.like[0], width)
     if isinstance(module, Dot):
         return 2 * module.n * module.n * module.dim + linear_flops(module.mlp)
     return sum(linear_flops(child, width) for child in module.children())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from gem_core.batch import Batch
 from gem_core.config import Config, Features, ResolvedConfig
 from gem_core.errors import ConfigError
 from gem_core.hookspecs import Guard
-from gem_core.model.contract import Tables, TableSet
+from gem_core.model.contract import Shards, Tables, TableSet
+from gem_core.model.experts import Elsewhere
 from gem_core.model.tables import deferred_tables
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
 from gem_core.train.contract import RecipeContext
 from gem_core.train.mesh import Mesh
 from gem_core.train.runtime import Runtime
+from gem_core.train.shards import State
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,28 @@ class Parts:
     tables: Tables | None
     guard: Guard
     mesh: Mesh
+    dense_count: int = 0
+    """Parameters of the whole dense part."""
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that belong to no table, by canonical name."""
         ours = self._table_names()
         return {name: p for name, p in self.model.named_parameters() if name not in ours and p.requires_grad}
 
-    def dense_state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers that belong to no table, by canonical name."""
+    def dense_state(self) -> dict[str, State]:
+        """Parameters and persistent buffers that belong to no table, by canonical name: the same names on every rank, without values
+        where another rank holds them."""
         ours = self._table_names()
-        return {name: t for name, t in self.model.state_dict().items() if name not in ours}
+        state: dict[str, State] = {name: t for name, t in self.model.state_dict().items() if name not in ours}
+        for at, part in self.model.named_modules():
+            if isinstance(part, Elsewhere):
+                state |= {f"{at}.{name}": Shards(tuple(t.shape), t.dtype) for name, t in part.like[0].state_dict().items()}
+        return state
 
-    def table_state(self) -> dict[str, Tensor]:
-        return {} if self.tables is None else {name: t.detach() for name, t in self.tables.state_items()}
+    def table_state(self) -> dict[str, State]:
+        if self.tables is None:
+            return {}
+        return {name: state.detach() if isinstance(state, Tensor) else state for name, state in self.tables.state_items()}
 
     def buffers(self) -> list[Tensor]:
         """Persistent buffers of the dense part, which a forward pass may change (running statistics)."""
@@ -61,8 +72,7 @@ class Parts:
 
     def parameter_counts(self) -> dict[str, int]:
         table_set: TableSet | None = getattr(self.tables, "table_set", None)
-        dense = sum(p.numel() for name, p in self.model.named_parameters() if name not in self._table_names())
-        return {"dense": dense, "sparse": table_set.parameters if table_set else 0}
+        return {"dense": self.dense_count, "sparse": table_set.parameters if table_set else 0}
 
 
 def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = True) -> Parts:
@@ -84,6 +94,8 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
     tables = model.tables if table_set is not None and table_set.tables else None
     context = RecipeContext(runtime.device, compile=config.train.compile)
     guard = find("recipe", config.precision.recipe).apply(model, resolved.recipe, context)
+    whole = Parts(model, model, tables, guard, mesh)
+    count = sum(p.numel() for name, p in model.named_parameters() if name not in whole._table_names())
     module = model
     if trains:
         if config.train.compile:
@@ -92,7 +104,7 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
                 tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[no-untyped-call]
             model.compile(dynamic=True)
         module = find("dense_strategy", p.dense).build(model, mesh, resolved.dense)
-    return Parts(model, module, tables, guard, mesh)
+    return replace(whole, module=module, dense_count=count)
 
 
 def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Source:

@@ -3,13 +3,17 @@
 A checkpoint is written to ``.tmp-step-N``, flushed to the disk, renamed, and only then named in the file ``latest``; whatever kills
 the process, the previous one stays usable. Names of tensors are canonical: ``model.<parameter>``, ``optimizer.<parameter>.<state>``,
 ``tables.<table>.weight`` and ``tables.<table>.accumulator``, whatever strategy held them. Nothing is unpickled when one is read.
+
+State that is whole in every process is written by one of them, a file a part (format 1); state that is spread over processes is written
+by all, a file a process (format 2, `gem_core.train.storage`). Either can be loaded into any strategy, mesh and number of processes.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,11 @@ from torch import Tensor
 
 from gem_core.errors import CheckpointError
 from gem_core.train.pack import load_packed, read_json, save_packed, write_json
+from gem_core.train.shards import State, spread
 from gem_core.train.tensorfile import read_tensors, write_tensors
 
-FORMAT = 1
-PARTS = ("model", "optimizer", "tables")
+WHOLE, SHARDED = 1, 2
+"""Values of ``format`` in meta.json."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,37 @@ class Checkpoint:
         return int(self.meta["step"])
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Tensors of "model", "optimizer" or "tables" by canonical name, mapped from the disk."""
-        return read_tensors(self.path / f"{part}.safetensors")
+        """Whole tensors of "model", "optimizer" or "tables" by canonical name: mapped from the disk, or put together in memory."""
+        if self.meta["format"] == WHOLE:
+            return read_tensors(self.path / f"{part}.safetensors")
+        from gem_core.train import storage
+
+        return storage.whole(self.path, part)
+
+    def shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+        """The whole shape of each stored tensor of a part."""
+        if self.meta["format"] == WHOLE:
+            return {name: tuple(tensor.shape) for name, tensor in self.tensors(part).items()}
+        from gem_core.train import storage
+
+        entries = storage.describe(self.path).items()
+        return {key.partition("/")[2]: tuple(entry["shape"]) for key, entry in entries if key.partition("/")[0] == part}
+
+    def fill(self, part: str, targets: Mapping[str, State], label: str, *, partial: bool = False) -> None:
+        """Copy the stored tensors of a part into what this process holds of those of the same names; every process for itself.
+
+        :param partial: the process may lack some of the stored names.
+        :raises CheckpointError: names or shapes differ; nothing was copied then.
+        """
+        check_fit({n: _shape(t) for n, t in targets.items()}, self.shapes(part), label, self.path, partial=partial)
+        if self.meta["format"] == WHOLE and not any(spread(t) for t in targets.values()):
+            stored = self.tensors(part)
+            for name, target in targets.items():
+                target.copy_(stored[name])  # type: ignore[union-attr]
+            return
+        from gem_core.train import storage
+
+        storage.read(self.path, part, targets)
 
     def state(self, name: str) -> Any:
         """A nested state: "shared", or "rank-K"."""
@@ -60,32 +94,49 @@ class CheckpointStore:
         ranks: Sequence[Any],
     ) -> Path:
         """Write and publish ``step-<step>`` from one process; ``ranks`` holds every rank's own state."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        final, temporary = self.path(step), self.directory / f".tmp-step-{step}"
-        try:
+        folder = self.begin(step)
+        with self._whole_or_not_at_all(step, folder):
+            files = {f"{part}.safetensors": write_tensors(folder / f"{part}.safetensors", tensors) for part, tensors in parts.items()}
+        return self.publish(step, meta={**meta, "format": WHOLE}, files=files, shared=shared, ranks=ranks)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the tensors of ``step`` into, not seen by readers; `publish` makes it a checkpoint."""
+        folder = self.directory / f".tmp-step-{step}"
+        with self._whole_or_not_at_all(step, folder):
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            temporary.mkdir()
-            files = {f"{part}.safetensors": write_tensors(temporary / f"{part}.safetensors", tensors) for part, tensors in parts.items()}
+            folder.mkdir()
+        return folder
+
+    def publish(self, step: int, *, meta: Mapping[str, Any], files: Mapping[str, int], shared: Any, ranks: Sequence[Any]) -> Path:
+        """Add the states, and make the folder of `begin` the newest checkpoint. ``files``: sizes of the tensor files in it."""
+        final, folder = self.path(step), self.directory / f".tmp-step-{step}"
+        with self._whole_or_not_at_all(step, folder):
+            written = dict(files)
             for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in enumerate(ranks)}}.items():
-                files |= save_packed(temporary / name, state)
-            record = {**meta, "format": FORMAT, "step": step, "world": len(ranks), "files": files}
-            write_json(temporary / "meta.json", record)
-            _sync_directory(temporary)
+                written |= save_packed(folder / name, state)
+            write_json(folder / "meta.json", {**meta, "step": step, "world": len(ranks), "files": written})
+            _sync_directory(folder)
             if final.exists():
                 final.rename(self.directory / f".old-step-{step}")
-            temporary.rename(final)
+            folder.rename(final)
             _sync_directory(self.directory)
             replace_file(self.directory / "latest", f"step-{step}\n")
             self._sweep()
             self._retain()
+        return final
+
+    @contextmanager
+    def _whole_or_not_at_all(self, step: int, folder: Path) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {error.strerror or error}",
-                where=str(final),
+                where=str(self.path(step)),
                 fix="free space or mend the file system, then resume; the previous checkpoint is untouched",
             ) from error
-        return final
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step}"
@@ -107,9 +158,10 @@ class CheckpointStore:
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"there is no checkpoint of step {step}; there are: {there}", where=str(self.directory))
         meta = read_json(path / "meta.json")
-        if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        if not isinstance(meta, dict) or meta.get("format") not in (WHOLE, SHARDED):
             raise CheckpointError(
-                f"the checkpoint has format {meta.get('format') if isinstance(meta, dict) else None!r}, this version reads {FORMAT}",
+                f"the checkpoint has format {meta.get('format') if isinstance(meta, dict) else None!r}, "
+                f"this version reads {WHOLE} and {SHARDED}",
                 where=str(path),
                 fix="use the version of gem-core that wrote it",
             )
@@ -176,30 +228,34 @@ class CheckpointStore:
                 shutil.rmtree(doomed)
 
 
-def copy_into(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor], part: str, path: Path) -> None:
-    """Copy stored tensors into the tensors of the same names, all or nothing.
+def check_fit(
+    here: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], label: str, path: Path, *, partial: bool = False
+) -> None:
+    """Compare names and whole shapes.
 
-    :raises CheckpointError: names or shapes differ; the message lists them.
+    :raises CheckpointError: they differ; the message lists how.
     """
-    missing, extra = sorted(set(targets) - set(stored)), sorted(set(stored) - set(targets))
+    missing, extra = sorted(set(here) - set(stored)), [] if partial else sorted(set(stored) - set(here))
     shapes = [
-        f"{name}: stored {tuple(stored[name].shape)}, here {tuple(targets[name].shape)}"
-        for name in sorted(set(targets) & set(stored))
-        if stored[name].shape != targets[name].shape
+        f"{name}: stored {tuple(stored[name])}, here {tuple(here[name])}"
+        for name in sorted(set(here) & set(stored))
+        if tuple(stored[name]) != tuple(here[name])
     ]
     problems = [
-        f"{label} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for label, names in (("not stored:", missing), ("stored but unknown here:", extra), ("of another shape:", shapes))
+        f"{label_} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for label_, names in (("not stored:", missing), ("stored but unknown here:", extra), ("of another shape:", shapes))
         if names
     ]
     if problems:
         raise CheckpointError(
-            f"the checkpoint does not fit the {part} of this configuration; " + "; ".join(problems),
+            f"the checkpoint does not fit the {label} of this configuration; " + "; ".join(problems),
             where=str(path),
             fix="use the configuration that it was written with (config.toml of its run folder)",
         )
-    for name, target in targets.items():
-        target.copy_(stored[name])
+
+
+def _shape(state: State) -> tuple[int, ...]:
+    return tuple(state.shape)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
-from gem_core.errors import CheckpointError, ConfigError
-from gem_core.model.contract import TableState
+from gem_core.errors import ConfigError
+from gem_core.model.contract import Shards, TableState
 from gem_core.train.runtime import Runtime
+from gem_core.train.shards import copies, here, like
 
 
 class RowwiseAdagrad:
@@ -104,12 +105,19 @@ def _add_rows(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 
 class DenseAdamW:
-    """AdamW on fp32 parameters; weight decay on matrices only, not on vectors and scalars (norms, biases, gates)."""
+    """AdamW on fp32 parameters; weight decay on matrices only, not on vectors and scalars (norms, biases, gates).
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: DenseOptimizer) -> None:
+    Parameters that a strategy has sharded (DTensors) are updated shard by shard: every rank updates what it holds, and the state is
+    sharded as the parameter is.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: DenseOptimizer, runtime: Runtime | None = None) -> None:
         self.parameters = dict(parameters)
-        matrices = [p for p in self.parameters.values() if p.dim() > 1]
-        vectors = [p for p in self.parameters.values() if p.dim() <= 1]
+        self.runtime = runtime
+        # The optimizer sees this rank's values as plain tensors: its fused kernel takes no mixture of meshes.
+        self.local = {name: p if here(p) is p else nn.Parameter(here(p)) for name, p in self.parameters.items()}
+        matrices = [p for p in self.local.values() if p.dim() > 1]
+        vectors = [p for p in self.local.values() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = (
             torch.optim.AdamW(
@@ -127,40 +135,59 @@ class DenseAdamW:
         for group in self.adamw.param_groups if self.adamw else ():
             group["lr"] = lr
 
+    @torch.no_grad()
     def grad_norm(self) -> Tensor | None:
-        """Global norm of the gradients there are."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads, foreach=True) if grads else None
+        """Global norm of the gradients there are, the same on every rank."""
+        if all(here(p) is p for p in self.parameters.values()):
+            grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+            return torch.nn.utils.get_total_norm(grads, foreach=True) if grads else None
+        assert self.runtime is not None
+        world = self.runtime.world
+        total = torch.zeros((), device=self.runtime.device)
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                by_copies.setdefault(copies(parameter, world), []).append(here(parameter.grad))
+        for count, grads in sorted(by_copies.items()):
+            total += torch.nn.utils.get_total_norm(grads, foreach=True).square() / count
+        return self.runtime.all_reduce(total).sqrt()
 
+    @torch.no_grad()
     def step(self, ok: Tensor, clip: float | None, norm: Tensor | None) -> None:
         """Clip to the global norm ``clip`` and update, unless the device flag ``ok`` is false; drops the gradients."""
         if self.adamw is None:
             return
+        for name, parameter in self.parameters.items():
+            local = self.local[name]
+            if local is not parameter:
+                local.grad = None if parameter.grad is None else here(parameter.grad)
+                parameter.grad = None
         if clip is not None and norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), clip, norm, foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(self.local.values(), clip, norm, foreach=True)
         # The fused kernel skips a step whose found_inf is 1, moments and step count included; GradScaler uses the same door.
         self.adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
-    def state_items(self) -> Iterable[tuple[str, Tensor]]:
+    def state_items(self) -> Iterable[tuple[str, Tensor | Shards]]:
         """``<parameter>.exp_avg``, ``<parameter>.exp_avg_sq``, ``<parameter>.step`` of the parameters that were ever updated."""
         for name, parameter in self.parameters.items():
-            for key, value in (self.adamw.state.get(parameter, {}) if self.adamw else {}).items():
-                yield f"{name}.{key}", value
+            for key, value in (self.adamw.state.get(self.local[name], {}) if self.adamw else {}).items():
+                yield f"{name}.{key}", value if value.dim() == 0 or here(parameter) is parameter else like(parameter, value)
 
-    def load_items(self, items: Mapping[str, Tensor]) -> None:
-        """Put back what `state_items` gave.
-
-        :raises CheckpointError: state of an unknown parameter or of another shape.
-        """
-        for key, value in items.items():
+    def targets(self, names: Iterable[str]) -> dict[str, Tensor | Shards]:
+        """Fresh state for ``names`` (as `state_items` gives them), to be filled from a checkpoint; those of parameters that are not in
+        this process are left out."""
+        found: dict[str, Tensor | Shards] = {}
+        for key in names:
             name, _, part = key.rpartition(".")
-            parameter = self.parameters.get(name)
-            if parameter is None or (part != "step" and value.shape != parameter.shape):
-                raise CheckpointError(f"the optimizer state {key!r} {tuple(value.shape)} fits no parameter of this model")
-            assert self.adamw is not None
-            self.adamw.state[parameter][part] = value.to(parameter.device, copy=True)
+            if name not in self.parameters or self.adamw is None:
+                continue
+            parameter, local = self.parameters[name], self.local[name]
+            value = torch.zeros((), device=local.device) if part == "step" else torch.zeros_like(local)
+            self.adamw.state[local][part] = value
+            found[key] = value if part == "step" or local is parameter else like(parameter, value)
+        return found
 
 
 def schedule_factor(config: Schedule, step: int, total: int | None) -> float:

@@ -63,8 +63,9 @@ class Runtime:
         dist.all_gather_object(values, value)
         return values
 
-    def on_main(self, action: Callable[[], T]) -> T:
-        """Rank 0's result on every rank; if ``action`` fails there with a GemError, every rank raises it."""
+    def on_main(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+        """Rank 0's result on every rank; if ``action`` fails there with a GemError, every rank raises it. ``group``: of all ranks, to
+        use instead of the default one."""
         if self.world == 1:
             return action()
         shared: list[Any] = [None]
@@ -73,7 +74,7 @@ class Runtime:
                 shared = [(action(), None)]
             except GemError as error:
                 shared = [(None, error)]
-        dist.broadcast_object_list(shared, 0)
+        dist.broadcast_object_list(shared, 0, group=group)
         result, failure = shared[0]
         if failure is not None:
             raise failure

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gem_core.errors import CheckpointError
 from gem_core.plugins import manager
 from gem_core.train.build import Parts
-from gem_core.train.checkpoint import Checkpoint, copy_into
+from gem_core.train.checkpoint import Checkpoint
+from gem_core.train.optim import DenseAdamW
 from gem_core.train.runtime import Runtime
 
 
@@ -19,8 +21,23 @@ def load_parameters(parts: Parts, checkpoint: Checkpoint) -> None:
 
     :raises CheckpointError: the checkpoint is of another model or other tables.
     """
-    copy_into(parts.dense_state(), checkpoint.tensors("model"), "model", checkpoint.path)
-    copy_into(parts.table_state(), checkpoint.tensors("tables"), "embedding tables", checkpoint.path)
+    checkpoint.fill("model", parts.dense_state(), "model")
+    checkpoint.fill("tables", parts.table_state(), "embedding tables")
+    loaded = getattr(parts.tables, "state_loaded", None)
+    if loaded is not None:
+        loaded()
+
+
+def load_optimizer(parts: Parts, dense: DenseAdamW, checkpoint: Checkpoint) -> None:
+    """State of the dense optimizer.
+
+    :raises CheckpointError: state of a parameter that the model does not have, or of another shape.
+    """
+    stored, known = checkpoint.shapes("optimizer"), parts.dense_state()
+    strange = [key for key in stored if key.rpartition(".")[0] not in known]
+    if strange:
+        raise CheckpointError(f"the optimizer state {strange[0]!r} fits no parameter of this model", where=str(checkpoint.path))
+    checkpoint.fill("optimizer", dense.targets(stored), "optimizer state", partial=True)
 
 
 def load_guard(parts: Parts, checkpoint: Checkpoint) -> None:

@@ -52,7 +52,7 @@ class TrainStep:
 
     def __init__(self, parts: Parts, config: Config, runtime: Runtime, meter: Meter) -> None:
         self.parts, self.config, self.runtime, self.meter = parts, config, runtime, meter
-        self.dense = DenseAdamW(parts.dense_parameters(), config.train.optimizer)
+        self.dense = DenseAdamW(parts.dense_parameters(), config.train.optimizer, runtime)
         self.tables: RowwiseAdagrad | None = None
         self._gate = torch.ones((), dtype=torch.bool, device=runtime.device)
         if parts.tables is not None:

@@ -39,6 +39,20 @@ _MAX_HEADER = 100 * 2**20
 _CHUNK = 64 * 2**20
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in the files."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"a tensor of dtype {dtype} cannot be stored")
+    return _NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The reverse of `dtype_name`."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"the stored dtype {name!r} is not known", fix="use the version of gem-core that wrote it")
+    return _DTYPES[name]
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write and fsync; return the bytes written. Device tensors are copied to the host one at a time."""
     header: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from gem_core.train.optim import schedule_factor
 from gem_core.train.pack import save_packed
 from gem_core.train.runfolder import RunFolder, device_name, environment, result_record, summary_record
 from gem_core.train.runtime import runtime
+from gem_core.train.saving import Saver
 from gem_core.train.signals import StopRequest
 from gem_core.train.step import Outcome, Outcomes, TrainStep
 
@@ -96,6 +97,8 @@ class Trainer:
         self.step = TrainStep(self.parts, self.config, rt, self.meter)
         self.outcomes = Outcomes(rt.device)
         self.info = RunInfo(self.config, self.folder.path, self.parts.model, self.total, rt.rank, rt.world)
+        self.saver = Saver(self.folder.checkpoints, rt, background=train.checkpoint_async)
+        self.save_s = 0.0
         self.best = Best.of(self.config.eval, self.tasks)
         self.results: Results | None = None
         self.record: dict[str, Any] = {}
@@ -194,6 +197,7 @@ class Trainer:
         if "kernels" not in self.header:
             self._complete_header(batches[0])
         stopping = self._take(self.outcomes.ready(all=logs or evaluates or saves))
+        self._saved(self.saver.finished())
         self._each("on_step", self._log_record(lr) if logs else None)
         if stopping:
             return "interrupted"
@@ -303,6 +307,7 @@ class Trainer:
         self._each("on_eval", self.results, self.record)
         if not final and self.best.update(self.results, self.info.step) and self.config.eval.restore_best:
             self._checkpoint()
+            self._saved(self.saver.wait())
             self.runtime.on_main(lambda: self.folder.checkpoints.mark_best(self.info.step))
         self.meter.mark(None)
 
@@ -322,19 +327,24 @@ class Trainer:
         }
         meta = {"samples": self.info.samples, "model": self.config.model.name, **environment(rt.device)}
         tensors = {"model": parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": parts.table_state()}
-        path = rt.on_main(lambda: self.folder.checkpoints.save(self.info.step, meta=meta, parts=tensors, shared=shared, ranks=ranks))
+        self._saved(self.saver.wait())
+        path = self.saver.save(self.info.step, meta=meta, parts=tensors, shared=shared, ranks=ranks)
         self.saved_at = self.info.step
-        seconds = time.perf_counter() - started
-        self.saving_s += seconds
-        self._each("on_checkpoint", path, seconds)
+        self.save_s = time.perf_counter() - started
+        self.saving_s += self.save_s
+        self._saved(path)
         self.meter.mark(None)
+
+    def _saved(self, path: Path | None) -> None:
+        if path is not None:
+            self._each("on_checkpoint", path, self.save_s)
 
     def _restore(self) -> None:
         checkpoint, problems = self.folder.checkpoints.latest()
         for problem in problems:
             self._say(f"checkpoint not usable, {problem}")
         state.load_parameters(self.parts, checkpoint)
-        self.step.dense.load_items(checkpoint.tensors("optimizer"))
+        state.load_optimizer(self.parts, self.step.dense, checkpoint)
         shared = checkpoint.state("shared")
         state.load_guard(self.parts, checkpoint)
         self.best.load_state_dict(shared["best"])
@@ -370,6 +380,7 @@ class Trainer:
             self._checkpoint()
             if self.evaluated_at != self.info.step:
                 self._evaluate()
+        self._saved(self.saver.wait())
         memory = max(self.runtime.gather_objects(peak_memory(self.runtime.device)))
         summary = summary_record(self.info, status, self.results, self.record, self.best.step, self._wall(), memory)
         if self.runtime.main:

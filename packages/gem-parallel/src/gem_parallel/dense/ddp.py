@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gem_core.config import FrozenConfig
 from gem_core.errors import ConfigError, DeviceError
-from gem_parallel.mesh import Mesh
+from gem_core.train.mesh import Mesh
+from gem_parallel.dense.common import table_names
 
 
 class DdpConfig(FrozenConfig):
@@ -37,7 +38,7 @@ def build_ddp(model: nn.Module, mesh: Mesh, config: DdpConfig) -> nn.Module:
         )
     device = next(model.parameters()).device
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
-        model, _table_names(model)
+        model, table_names(model)
     )
     return DistributedDataParallel(
         model,
@@ -56,13 +57,5 @@ def check_mesh(mesh: Mesh) -> None:
             raise ConfigError(
                 f'dense = "ddp" replicates the dense part on all {mesh.world} processes, but {axis} = {degree} asks to split it',
                 where=f"parallel.{axis}",
-                fix=f"set parallel.{axis} = 1 (or -1), or choose a strategy that shards",
+                fix=f'set parallel.{axis} = 1 (or -1), or choose dense = "fsdp" or "hsdp"',
             )
-
-
-def _table_names(model: nn.Module) -> list[str]:
-    tables = getattr(model, "tables", None)
-    if not isinstance(tables, nn.Module):
-        return []
-    at = next(name for name, part in model.named_modules() if part is tables)
-    return [f"{at}.{name}" for name, _ in (*tables.named_parameters(), *tables.named_buffers())]

@@ -1,0 +1,100 @@
+"""Writing checkpoints from all ranks, while training stands still or behind its back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gem_core.errors import CheckpointError, GemError
+from gem_core.model.contract import Shards
+from gem_core.train.checkpoint import SHARDED, CheckpointStore
+from gem_core.train.runtime import Runtime
+from gem_core.train.shards import State, shards_of, spread
+
+Parts = Mapping[str, Mapping[str, State]]
+
+
+class Saver:
+    """Saves through a `CheckpointStore`. ``background``: a save copies the state to the host and returns; the writing goes on in a thread,
+    and the next save waits for it. All methods are called by all ranks alike."""
+
+    def __init__(self, store: CheckpointStore, runtime: Runtime, *, background: bool = False) -> None:
+        self.store, self.runtime, self.background = store, runtime, background
+        self._running: threading.Thread | None = None
+        self._result: Path | BaseException | None = None
+        # The thread's collectives must not mix with those of training.
+        self._group = dist.new_group(backend="gloo") if runtime.world > 1 else None
+
+    def save(self, step: int, *, meta: Mapping[str, Any], parts: Parts, shared: Any, ranks: Sequence[Any]) -> Path | None:
+        """Write the checkpoint of ``step``; returns its path, or None if it is still being written (`finished` gives it later).
+
+        :raises CheckpointError: it, or the one before it, could not be written.
+        """
+        self.wait()
+        sharded = self.runtime.world > 1 and any(spread(state) for states in parts.values() for state in states.values())
+        mine = parts if sharded or self.runtime.main else {}
+        held = {part: {n: shards_of(s) for n, s in states.items()} for part, states in mine.items()}
+        if self.background:
+            held = {part: {n: _on_host(s) for n, s in states.items()} for part, states in held.items()}
+        record = {"meta": meta, "shared": shared, "ranks": ranks}
+
+        def write() -> Path:
+            return self._sharded(step, held, record) if sharded else self._whole(step, held, record)
+
+        if not self.background:
+            return write()
+        self._running = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        self._running.start()
+        return None
+
+    def finished(self) -> Path | None:
+        """The path of a background save that has ended since the last call, once.
+
+        :raises CheckpointError: it failed.
+        """
+        if self._running is None or self._running.is_alive():
+            return None
+        self._running = None
+        result, self._result = self._result, None
+        if isinstance(result, Path):
+            return result
+        assert result is not None
+        if isinstance(result, GemError):
+            raise result
+        raise CheckpointError(f"a checkpoint could not be written in the background: {type(result).__name__}: {result}") from result
+
+    def wait(self) -> Path | None:
+        """`finished`, after waiting for the end."""
+        if self._running is not None:
+            self._running.join()
+        return self.finished()
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self._result = write()
+        except BaseException as error:
+            self._result = error
+
+    def _whole(self, step: int, held: Mapping[str, Mapping[str, Shards]], record: Mapping[str, Any]) -> Path:
+        whole = {part: {n: s.parts[0][1] for n, s in states.items()} for part, states in held.items()}
+        return self._on_main(lambda: self.store.save(step, parts=whole, **record))
+
+    def _sharded(self, step: int, held: Mapping[str, Mapping[str, Shards]], record: Mapping[str, Any]) -> Path:
+        from gem_core.train import storage
+
+        folder = self._on_main(lambda: self.store.begin(step))
+        files = storage.write(folder, held, self.runtime.rank, self._group)
+        meta = {**record["meta"], "format": SHARDED}
+        return self._on_main(lambda: self.store.publish(step, files=files, **{**record, "meta": meta}))
+
+    def _on_main(self, action: Callable[[], Path]) -> Path:
+        return self.runtime.on_main(action, self._group)
+
+
+def _on_host(shards: Shards) -> Shards:
+    return replace(shards, parts=tuple((at, tensor.detach().to("cpu", copy=True)) for at, tensor in shards.parts))

@@ -1,0 +1,1 @@
+"""Strategies for the dense part: ``ddp``, ``fsdp``, ``hsdp``, and expert parallelism beside the last two."""

@@ -1,0 +1,244 @@
+"""A model's parts alone on one device: time, FLOPs and floor of each, and the local MFU that all of them together reach.
+
+Every part is called with the inputs that it had in a real forward pass, forward and backward, while nothing else runs. The floor of a part
+is the longer of its FLOPs over the matrix product rate and its least bytes (3 times inputs and parameters, twice outputs: read and written
+once forward, once backward) over the copy rate, both rates measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.config import Config, resolve
+from gem_core.errors import ConfigError
+from gem_core.ops import use_policy
+from gem_core.train.build import build_parts, build_source
+from gem_core.train.measure import peak
+from gem_core.train.runfolder import device_name, environment
+from gem_core.train.runtime import runtime
+
+_PARTS = {
+    r"features": "features",
+    r"entries\.[^.]+": "events",
+    r"layers\.\d+\.blocks\.[^.]+\.pffn": "pffn",
+    r"layers\.\d+\.blocks\.[^.]+\.attention": "attention",
+    r"layers\.\d+\.blocks\.[^.]+\.ffn": "ffn",
+    r"layers\.\d+\.pools\.[^.]+": "pooling",
+    r"layers\.\d+\.(interaction|mix|gates\.\d+)": "interaction",
+    r"heads": "heads",
+}
+"""Modules of the gem model (whole names) and the part that their FLOPs are counted under."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``calls`` modules of one kind: seconds forward, seconds forward and backward, training FLOPs and least bytes of all of them."""
+
+    name: str
+    calls: int
+    forward_s: float
+    total_s: float
+    flops: float
+    bytes: float
+
+
+def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
+    """Times of the parts of ``config``'s model on one batch of its training source; see the module.
+
+    :raises ConfigError: the model is not the gem model, whose parts are known here.
+    """
+    resolved = resolve(config)
+    config = resolved.config
+    if config.model.name != "gem":
+        raise ConfigError(f"the parts of the model {config.model.name!r} are not known", where="model.name", fix="measure the model gem")
+    with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
+        parts = build_parts(resolved, rt)
+        model = parts.model.train()
+        host = next(iter(build_source(resolved, "train", rt)))
+        calls = _record(model, rt.device, lambda: parts.module(host.to(rt.device)))
+        flops = model.flops(host)
+        found = [_time(name, group, flops.get(name, 0.0), rt.device, repeats) for name, group in calls.items()]
+        held_against = peak(device_name(rt.device), parts.precisions())
+        gemm, copy = ceilings(rt.device)
+        return {
+            "parts": [_row(part, gemm, copy, held_against.flops) for part in found],
+            "local_mfu": _share(sum(p.flops for p in found), sum(p.total_s for p in found), held_against.flops),
+            "floor_share": sum(_floor(p, gemm, copy) for p in found) / sum(p.total_s for p in found),
+            "parts_s": sum(p.total_s for p in found),
+            "gemm_tflops": gemm / 1e12,
+            "copy_tb_per_s": copy / 1e12,
+            "samples": host.size,
+            "tokens": host.tokens,
+            "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
+            **environment(rt.device),
+        }
+
+
+def ceilings(device: torch.device) -> tuple[float, float]:
+    """FLOP/s of a large bf16 matrix product and bytes/s (read and written) of a large copy, by the best of a few runs."""
+    n, size = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 26)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.empty(size // 4, device=device)
+    product = min(_seconds(lambda: a @ b, device, 5))
+    # an addition of zero, since a device's copy engine need not be as fast as its multiprocessors
+    copied = min(_seconds(lambda: x.add(0.0), device, 5))
+    return 2 * n**3 / product, 2 * size / copied
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as aligned Markdown."""
+    lines = ["| part | calls | forward ms | total ms | TFLOP/s | MFU | floor ms | floor / time |", "|" + "---|" * 8]
+    for p in result["parts"]:
+        mfu = "n/a" if p["mfu"] is None else f"{p['mfu']:.1%}"
+        lines.append(
+            f"| {p['part']} | {p['calls']} | {p['forward_ms']:.2f} | {p['total_ms']:.2f} | {p['tflops']:.0f} | {mfu} "
+            f"| {p['floor_ms']:.2f} | {p['floor_share']:.0%} |"
+        )
+    whole = "n/a" if result["local_mfu"] is None else f"{result['local_mfu']:.1%}"
+    lines.append(f"| all | | | {result['parts_s'] * 1e3:.2f} | | {whole} | | {result['floor_share']:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(result: dict[str, Any], out: Path, preset: str) -> None:
+    """``local-<preset>.json`` and ``.md`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"local-{preset}.json").write_text(json.dumps(result, indent=1) + "\n")
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    head = f"# Parts of `{preset}` alone\n\n{result['device']}; {versions}; {result['samples']} samples, {result['tokens']} events; "
+    head += f"matrix product {result['gemm_tflops']:.0f} TFLOP/s, copy {result['copy_tb_per_s']:.2f} TB/s in this run.\n\n"
+    (out / f"local-{preset}.md").write_text(head + table(result))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module with the arguments of one call, and the dtype of autocast that it ran under."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None
+
+    def __call__(self, device: torch.device) -> Any:
+        with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return self.module(*self.args, **self.kwargs)
+
+
+def _record(model: nn.Module, device: torch.device, run: Callable[[], Any]) -> dict[str, list[Call]]:
+    """Runs the model once and keeps what each part was called with, detached."""
+    calls: dict[str, list[Call]] = {}
+    hooks = []
+    for path, module in model.named_modules():
+        name = next((part for pattern, part in _PARTS.items() if re.fullmatch(pattern, path)), None)
+        if name is not None:
+
+            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+                calls.setdefault(name, []).append(Call(module, _leaves(args), _leaves(kwargs), autocast))
+
+            hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _leaves(value: Any) -> Any:
+    """A copy of nested arguments whose floating tensors are leaves that want gradients if the originals did."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_leaves(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _leaves(v) for k, v in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _tensors(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from _tensors(getattr(value, f.name))
+
+
+def _time(name: str, group: list[Call], flops: float, device: torch.device, repeats: int) -> Part:
+    timed = [_time_call(call, device, repeats) for call in group]
+    forward, total, moved = (sum(values) for values in zip(*timed))
+    return Part(name, len(group), forward, total, float(flops), moved)
+
+
+def _time_call(call: Call, device: torch.device, repeats: int) -> tuple[float, float, float]:
+    """Seconds forward, seconds forward and backward, least bytes."""
+    outputs = [t for t in _tensors(call(device)) if t.requires_grad]
+    inputs = [t for t in _tensors((call.args, call.kwargs)) if t.requires_grad] + [p for p in call.module.parameters() if p.requires_grad]
+    gradients = [torch.randn_like(o) for o in outputs]
+
+    def both() -> None:
+        made = [t for t in _tensors(call(device)) if t.requires_grad]
+        torch.autograd.grad(made, inputs, gradients, allow_unused=True)
+
+    forward = statistics.median(_seconds(lambda: call(device), device, repeats))
+    total = statistics.median(_seconds(both, device, repeats))
+    return forward, total, 3.0 * sum(t.nbytes for t in inputs) + 2.0 * sum(o.nbytes for o in outputs)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of single runs, after two that do not count."""
+    for _ in range(2):
+        run()
+    if device.type != "cuda":
+        spent = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            run()
+            spent.append(time.perf_counter() - began)
+        return spent
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:])]
+
+
+def _floor(part: Part, gemm: float, copy: float) -> float:
+    return max(part.flops / gemm, part.bytes / copy)
+
+
+def _share(flops: float, seconds: float, best: float | None) -> float | None:
+    return None if best is None or not seconds else flops / seconds / best
+
+
+def _row(part: Part, gemm: float, copy: float, best: float | None) -> dict[str, Any]:
+    floor = _floor(part, gemm, copy)
+    return {
+        "part": part.name,
+        "calls": part.calls,
+        "forward_ms": part.forward_s * 1e3,
+        "total_ms": part.total_s * 1e3,
+        "tflops": part.flops / part.total_s / 1e12,
+        "mfu": _share(part.flops, part.total_s, best),
+        "flops": part.flops,
+        "bytes": part.bytes,
+        "floor_ms": floor * 1e3,
+        "floor_share": floor / part.total_s,
+    }

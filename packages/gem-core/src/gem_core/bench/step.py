@@ -1,0 +1,189 @@
+"""Time of training steps of one configuration, as the trainer runs them, without evaluation and checkpoints.
+
+    torchrun --nproc-per-node 4 -m gem_core.bench.step base.toml --steps 30
+    python -m gem_core.bench.step base.toml --set kernels.default=eager --profile profile/
+
+One JSON object is the last line on standard output of rank 0. FLOPs are those of real events, whatever is padded or recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem_core.batch import Batch
+from gem_core.config import Config, load_config, resolve
+from gem_core.errors import GemError
+from gem_core.model.flops import history_lengths
+from gem_core.ops import use_policy
+from gem_core.train.build import build_parts, build_source
+from gem_core.train.feed import Fed, Feed
+from gem_core.train.measure import Meter, peak, peak_memory
+from gem_core.train.runfolder import device_name, environment
+from gem_core.train.runtime import Runtime, runtime
+from gem_core.train.step import Outcomes, TrainStep
+
+WINDOW = 5
+"""Steps between two readings of the clock."""
+
+
+def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path | None = None) -> dict[str, Any]:
+    """Run ``warmup`` and then ``steps`` training steps; returns what one device does and needs.
+
+    ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
+    of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
+    optimizer a step, ``first_step_s``, ``peak_memory_bytes``, the losses, and the imbalance (max over mean work of the ranks).
+    ``profile`` is a folder for a trace and the top kernels of three more steps.
+
+    :raises GemError: what training would raise.
+    """
+    resolved = resolve(config)
+    config = resolved.config
+    policy = use_policy(config.kernels.default, config.kernels.ops)
+    with runtime(config) as rt, policy:
+        began = time.perf_counter()
+        parts = build_parts(resolved, rt)
+        model = parts.model
+        built_s = time.perf_counter() - began
+        held_against = peak(device_name(rt.device), parts.precisions())
+        meter = Meter(rt.device, held_against)
+        step, outcomes = TrainStep(parts, config, rt, meter), Outcomes(rt.device)
+        step.set_lr(1.0)
+        groups = _groups(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate)
+        parts.module.train()
+        losses: list[float] = []
+        windows: list[dict[str, Any]] = []
+
+        def run(count: int) -> None:
+            meter.mark(None)
+            for _ in range(count):
+                batches = next(groups)
+                meter.mark("data")
+                outcomes.push(len(losses), step(batches, False), batches)
+                meter.steps += 1
+                for fed in batches:
+                    meter.count(fed.host.size, _real_events(fed.host), _real_flops(model, fed.host))
+                losses.extend(o.loss / o.weight for o in outcomes.ready())
+
+        began = time.perf_counter()
+        run(1)
+        _wait(rt)
+        first_s = time.perf_counter() - began
+        run(max(0, warmup - 1))
+        _wait(rt)
+        meter.window()
+        if rt.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(rt.device)
+        padded: list[tuple[int, int]] = []
+        for start in range(0, steps, WINDOW):
+            run(min(WINDOW, steps - start))
+            window = meter.window(rt.world)
+            windows.append({**window, "step_s": sum(float(window[f"{p}_s"] or 0) for p in ("data", "forward", "backward", "optimizer"))})
+        losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
+        memory = max(rt.gather_objects(peak_memory(rt.device)))
+        for batches in (next(groups) for _ in range(4)):
+            padded += [(fed.host.tokens, _real_events(fed.host)) for fed in batches]
+        if profile is not None:
+            _profile(lambda: run(1), rt, profile)
+        result = _summary(windows, rt)
+        return result | {
+            "first_step_s": first_s,
+            "build_s": built_s,
+            "peak_memory_bytes": memory,
+            "wasted": 1 - sum(r for _, r in padded) / max(1, sum(t for t, _ in padded)),
+            "losses": losses,
+            "parameters": parts.parameter_counts(),
+            "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
+            "world": rt.world,
+            **environment(rt.device),
+        }
+
+
+def _groups(feed: Feed, size: int) -> Iterator[list[Fed]]:
+    batches = iter(feed)
+    while True:
+        yield [next(batches) for _ in range(size)]
+
+
+def _wait(rt: Runtime) -> None:
+    if rt.device.type == "cuda":
+        torch.cuda.synchronize(rt.device)
+
+
+def _lengths(batch: Batch) -> dict[str, torch.Tensor]:
+    """Real events of each history: a padded batch of the random source carries them as columns."""
+    return {name: batch.columns.get(f"length.{name}", lengths) for name, lengths in history_lengths(batch).items()}
+
+
+def _real_events(batch: Batch) -> int:
+    return sum(int(lengths.sum()) for lengths in _lengths(batch).values())
+
+
+def _real_flops(model: torch.nn.Module, batch: Batch) -> float | None:
+    count = getattr(model, "count_flops", None)
+    return None if count is None else float(count(_lengths(batch), batch.size).training)
+
+
+def _summary(windows: list[dict[str, Any]], rt: Runtime) -> dict[str, Any]:
+    def median(key: str) -> float | None:
+        values = [w[key] for w in windows if w[key] is not None]
+        return statistics.median(values) if values else None
+
+    ms = [w["step_s"] * 1e3 for w in windows]
+    work = [float(w["tflops"] or 0) for w in windows]
+    ranks = rt.gather_objects(statistics.mean(work))
+    keys = ("samples_per_s", "tokens_per_s", "tflops", "mfu", "data_wait", "data_s", "forward_s", "backward_s", "optimizer_s")
+    mean = statistics.mean(ranks)
+    return {
+        "step_ms": statistics.median(ms),
+        "step_ms_range": [min(ms), max(ms)],
+        **{key: median(key) for key in keys},
+        "imbalance": max(ranks) / mean if mean else None,
+    }
+
+
+def _profile(run: Any, rt: Runtime, folder: Path) -> None:
+    """Three steps under the profiler: ``trace.json.gz`` and ``kernels.txt`` of rank 0."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if rt.device.type == "cuda" else [])
+    with profile(activities=activities) if rt.main else nullcontext() as recorded:
+        for _ in range(3):
+            run()
+        _wait(rt)
+    if recorded is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = "self_cuda_time_total" if rt.device.type == "cuda" else "self_cpu_time_total"
+        (folder / "kernels.txt").write_text(recorded.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90))
+        recorded.export_chrome_trace(str(folder / "trace.json.gz"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--profile", type=Path)
+    args = parser.parse_args()
+    try:
+        result = measure(load_config(args.config, args.overrides), steps=args.steps, warmup=args.warmup, profile=args.profile)
+    except GemError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"out of memory: {str(error).splitlines()[0]}") from None
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""``gemrec bench train`` and ``gemrec bench local``: training steps of a preset, one change a row, and the model's parts alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from gem_core.cli.groups import CommandGroups
+
+Preset = Annotated[str, typer.Argument(help="A preset of the gem model.")]
+Ladder = Annotated[str, typer.Option("--ladder", help="Which list of rows.")]
+RowNames = Annotated[list[str] | None, typer.Option("--row", metavar="NAME", help="Only this row; may be given several times.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in every row.")]
+Batch = Annotated[int | None, typer.Option("--batch-size", help="Samples a step and GPU; none: the preset's.", show_default=False)]
+Steps = Annotated[int, typer.Option("--steps", help="Timed steps a row.")]
+Warmup = Annotated[int, typer.Option("--warmup", help="Steps before.")]
+Budget = Annotated[float, typer.Option("--budget-seconds", help="Start no row after this time.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the JSON and the table.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Also a trace and the top kernels of every row.")]
+
+
+def register(app: CommandGroups) -> None:
+    app.group("bench").command("train")(bench_train)
+    app.group("bench").command("local")(bench_local)
+
+
+def bench_train(
+    preset: Preset = "base",
+    ladder: Ladder = "efficiency",
+    rows: RowNames = None,
+    overrides: Set = None,
+    batch_size: Batch = None,
+    steps: Steps = 30,
+    warmup: Warmup = 10,
+    budget: Budget = 540.0,
+    out: Out = Path("bench-train"),
+    profile: Profile = False,
+) -> None:
+    """Measure training steps of a preset on its random log: step time, samples/s, MFU, padding, memory.
+
+    Example: gemrec bench train base --set precision.recipe=bf16 --out results
+    """
+    from gem_core.bench.ladder import COLUMNS, climb
+    from gem_core.model.presets import find
+
+    size = batch_size or find(preset).batch_size
+    print("  ".join(f"{name:>12}" if i else f"{name:28}" for i, name in enumerate(COLUMNS)))
+    with TemporaryDirectory() as folder:
+        climb(
+            str(_configuration(folder, preset)),
+            ladder,
+            preset=preset,
+            overrides=overrides or (),
+            rows=rows or (),
+            batch_size=size,
+            steps=steps,
+            warmup=warmup,
+            budget_s=budget,
+            out=out,
+            profile=profile,
+            say=lambda text: print(text, flush=True),
+        )
+
+
+def bench_local(
+    preset: Preset = "base",
+    overrides: Set = None,
+    batch_size: Batch = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Runs of each part.")] = 10,
+    out: Out = Path("bench-local"),
+) -> None:
+    """Measure the parts of a preset's model alone on one device: time, MFU and floor of each, and the local MFU of all.
+
+    Where --out holds the result of `gemrec bench train` for the preset, the ratio of end-to-end to local MFU is told as well.
+
+    Example: gemrec bench local base --set precision.recipe=bf16 --out results
+    """
+    import json
+
+    from gem_core.bench import local
+    from gem_core.config import load_config
+    from gem_core.model.presets import find
+
+    size = batch_size or find(preset).batch_size
+    with TemporaryDirectory() as folder:
+        config = load_config(_configuration(folder, preset), [*(overrides or ()), f"data.batch_size={size}"])
+        result = local.measure(config, repeats=repeats)
+    local.write(result, out, preset)
+    print(local.table(result))
+    ladder = out / f"train-{preset}.json"
+    if result["local_mfu"] is not None and ladder.is_file():
+        best = max((row for row in json.loads(ladder.read_text())["rows"] if row.get("mfu")), key=lambda row: row["mfu"], default=None)
+        if best is not None:
+            print(
+                f"end to end {best['mfu']:.1%} ({best['row']}) = local {result['local_mfu']:.1%} x {best['mfu'] / result['local_mfu']:.2f}"
+            )
+
+
+def _configuration(folder: str, preset: str) -> Path:
+    path = Path(folder) / "bench.toml"
+    path.write_text(f'[data]\nsource = "random"\n[data.random]\npreset = "{preset}"\n[model]\npreset = "{preset}"\n')
+    return path

@@ -93,8 +93,10 @@ class DenseOptimizer(FrozenConfig):
 
 
 class TableOptimizer(FrozenConfig):
-    """``[train.tables]``: row-wise AdaGrad, ``w_r -= lr * g_r / (sqrt(mean_d(g_r^2) accumulated) + eps)``."""
+    """``[train.tables]``: row-wise AdaGrad, ``w_r -= lr * g_r / (sqrt(mean_d(g_r^2) accumulated) + eps)``; or AdamW with the options of
+    ``[train.optimizer]``, which updates every row in every step and so is for small tables that each process holds whole."""
 
+    kind: Literal["rowwise_adagrad", "adamw"] = "rowwise_adagrad"
     lr: float = Field(0.05, gt=0)
     eps: float = Field(1e-8, gt=0)
     initial_accumulator: float = Field(0.0, ge=0)
@@ -129,6 +131,18 @@ class Train(FrozenConfig):
     callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
+class Ranking(FrozenConfig):
+    """``[eval.ranking]``: how retrieval is evaluated; every item is ranked for every history, and equal scores count one half.
+
+    ``seen``: items that the history (or ``features.next_item.seen``) holds. "mask": they are not found, not even as the right answer;
+    "filter": they leave the ranking, but the right answer never does; "keep": they are items like others.
+    """
+
+    k: tuple[int, ...] = Field((1, 5, 10, 50), min_length=1, description="cut-offs of hit rate and NDCG")
+    seen: Literal["mask", "filter", "keep"] = "mask"
+    item_chunk: int = Field(65_536, gt=0, description="items scored at a time")
+
+
 class Eval(FrozenConfig):
     """``[eval]``: when and how the model is evaluated; metrics are pooled over the whole evaluation set."""
 
@@ -137,8 +151,11 @@ class Eval(FrozenConfig):
     metrics: tuple[str, ...] = ("ne", "auc", "logloss", "calibration", "gauc")
     group: str | None = Field(None, description="column or sparse feature that groups samples for GAUC")
     patience: int | None = Field(None, gt=0, description="stop after this many evaluations without a better `monitor`")
-    monitor: str = Field("ne", description="metric of the first task, as METRIC or TASK.METRIC")
+    monitor: str | None = Field(
+        None, description="metric of the first task, as METRIC or TASK.METRIC; None: ne, for retrieval ndcg@10 (or of the first k)"
+    )
     restore_best: bool = Field(False, description="final evaluation and final checkpoint use the best parameters seen")
+    ranking: Ranking = Ranking()
 
 
 class Config(FrozenConfig):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.batch import SparseGroup
+from gem_core.config.features import Features
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,11 @@ class ModelOutput:
 class Retrieval(Protocol):
     """What a model is beside being a module where ``[features.next_item]`` is declared: it ranks all items for each history.
 
-    A score is ``query . item_vectors(ids)``. ``items`` is the number of ids, [0, items).
+    A score is ``query . item_vectors(ids)``. ``items`` is the number of ids, [0, items); ``features``: as declared.
     """
 
     items: int
+    features: Features
 
     def item_vectors(self, ids: Tensor) -> Tensor:
         """``[n, width]`` fp32 of ``ids [n]`` int64. Every rank calls it with the same ids, equally often."""

@@ -6,7 +6,7 @@ the batch's ``targets`` from the history and the item that follows it. In evalua
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from gem_core.model.history import History
 from gem_core.model.loss import target_weights
 from gem_core.model.retrieval_loss import Draw, NegativeSampler, position_losses
 from gem_core.model.tables import sequence_of, sparse_group, table_set
+from gem_core.sources.contract import Source
 
 TASK = "next_item"
 """Name of the task in results."""
@@ -56,29 +57,43 @@ def retrieval_inputs(features: Features) -> Features:
 def next_items(batch: Batch, features: Features) -> Batch:
     """The batch with ``targets [N]`` and ``target_mask [N]``: after each event the next one's item, after the newest the following item.
 
-    A batch that has targets keeps them. Features about the item are taken out of it. Meant for the host: reads offsets.
+    A batch that has targets keeps them. Meant for the host: reads offsets.
 
     :raises DataError: a sample has not exactly one following item.
     """
     task = features.next_item
     assert task is not None
-    if batch.targets is None:
-        name, field = features.next_item_field()
-        group = sequence_of(batch, name)
-        ids = group.fields.get(field)
-        if not isinstance(ids, Tensor):
-            raise BatchError(f"{field!r} has no or several items in an event", where=f"features.sequences.{name}.fields.{field}")
-        targets = torch.cat([ids[1:], ids[:1]])
-        some = group.offsets.diff() > 0
-        targets[group.offsets[1:][some] - 1] = following_items(batch, features)[some].to(targets.dtype)
-        mask = torch.ones_like(targets, dtype=torch.bool) if task.pad is None else targets != task.pad
-        batch = replace(batch, targets=targets, target_mask=mask)
-    sparse = batch.sparse
-    if sparse is not None:
-        kept = [k for k in retrieval_inputs(features).sparse if k in sparse.keys]
-        weights = None if sparse.weights is None else {k: sparse.jagged(k, sparse.weights).values for k in kept}
-        sparse = SparseGroup.from_jagged({k: sparse[k] for k in kept}, weights) if kept else None
-    return replace(batch, sparse=sparse)
+    if batch.targets is not None:
+        return batch
+    name, field = features.next_item_field()
+    group = sequence_of(batch, name)
+    ids = group.fields.get(field)
+    if not isinstance(ids, Tensor):
+        raise BatchError(f"{field!r} has no or several items in an event", where=f"features.sequences.{name}.fields.{field}")
+    targets = torch.cat([ids[1:], ids[:1]])
+    some = group.offsets.diff() > 0
+    targets[group.offsets[1:][some] - 1] = following_items(batch, features)[some].to(targets.dtype)
+    mask = torch.ones_like(targets, dtype=torch.bool) if task.pad is None else targets != task.pad
+    return replace(batch, targets=targets, target_mask=mask)
+
+
+class NextItems:
+    """A training source whose batches have gone through `next_items`."""
+
+    def __init__(self, source: Source, features: Features) -> None:
+        self.source, self.features = source, features
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (next_items(batch, self.features) for batch in self.source)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.source.load_state_dict(state)
 
 
 def following_items(batch: Batch, features: Features) -> Tensor:
@@ -118,7 +133,7 @@ class RetrievalModel(TableModel):
         table = features.table_of(f"sparse.{task.item}")
         tables = table_set(inputs, options.embedding_dim)
         super().__init__(options, replace(tables, lookups=(*tables.lookups, Lookup(CANDIDATES, table, "none"))))
-        self.inputs, self.retrieval = inputs, retrieval
+        self.features, self.inputs, self.retrieval = features, inputs, retrieval
         self.history, self.field = features.next_item_field()
         spec = self.table_set.table(table)
         self.items, self.pad, self.width = spec.rows, task.pad, spec.dim

@@ -13,8 +13,9 @@ from gem_core.batch import Batch
 from gem_core.config import Config, Features, ResolvedConfig
 from gem_core.errors import ConfigError
 from gem_core.hookspecs import Guard
-from gem_core.model.contract import Shards, Tables, TableSet
+from gem_core.model.contract import Retrieval, Shards, Tables, TableSet
 from gem_core.model.experts import Elsewhere
+from gem_core.model.retrieval import TASK, NextItems
 from gem_core.model.tables import deferred_tables
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
@@ -90,6 +91,12 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
         table_set: TableSet | None = getattr(model, "table_set", None)
         if table_set is not None and table_set.tables:
             model.tables = find("sparse_strategy", p.sparse).build(table_set, mesh, resolved.sparse)
+    if config.features.next_item is not None and not isinstance(model, Retrieval):
+        raise ConfigError(
+            f"the model {config.model.name!r} does not predict the next item",
+            where=config.origin.where(("model", "name")),
+            fix="choose one that does (gem, hstu, sasrec), or remove [features.next_item]",
+        )
     model.to(runtime.device)
     tables = model.tables if table_set is not None and table_set.tables else None
     context = RecipeContext(runtime.device, compile=config.train.compile)
@@ -121,11 +128,13 @@ def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Sour
         seed=resolved.config.run.seed,
         drop_last=training and data.drop_last,
     )
-    return source
+    return NextItems(source, resolved.config.features) if training and resolved.config.features.next_item else source
 
 
 def task_names(features: Features) -> tuple[str, ...]:
     """:raises ConfigError: there is nothing to learn."""
+    if features.next_item is not None:
+        return (TASK,)
     if not features.labels:
         raise ConfigError("no label is declared", where="features.labels", fix="add [features.labels.NAME] for each task")
     return tuple(features.labels)

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gem_core.config.features import Features
 from gem_core.config.schema import Eval
 from gem_core.errors import ConfigError
 from gem_core.metrics.collect import ALWAYS, MetricSet
 from gem_core.metrics.contract import Metric
+from gem_core.metrics.retrieval import names
+from gem_core.model.contract import Retrieval
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
+from gem_core.train import ranking
 from gem_core.train.contract import Results
 from gem_core.train.feed import Fed, Feed
 from gem_core.train.runtime import Runtime
@@ -30,11 +34,16 @@ def metric_builders(config: Eval) -> dict[str, Callable[[], Metric]]:
     return {name: partial(spec.build, config) for name, spec in specs.items()}
 
 
-def rehearse(source: Source, config: Eval, tasks: tuple[str, ...]) -> None:
+def rehearse(source: Source, config: Eval, tasks: tuple[str, ...], features: Features) -> None:
     """Evaluate the first batch with made-up predictions, so that what an evaluation would refuse is refused before hours of training.
 
-    :raises DataError: no batch, no labels, no group key.
+    :raises DataError: no batch, no labels, no group key, no following item.
+    :raises ConfigError: more places to look at than items.
     """
+    if features.next_item is not None:
+        ranking.check_config(config.ranking, features)
+        ranking.check_batch(next(iter(Feed(source, torch.device("cpu")))).host, features)
+        return
     metrics = MetricSet(tasks, metric_builders(config), config.group)
     first = next(iter(Feed(source, torch.device("cpu"))))
     metrics.update(first.host, torch.zeros(first.host.size, len(tasks)), tasks)
@@ -47,6 +56,8 @@ def evaluate(
 ) -> tuple[Results, int]:
     """Metrics of ``tasks`` and the samples seen, over all ranks. ``module`` is called (``model``, wrapped or not); ``model`` is put into
     evaluation mode meanwhile. Logits are read one batch late, so that the device never waits for the host."""
+    if isinstance(model, Retrieval):
+        return ranking.evaluate(module, model, source, config, runtime)
     metrics = MetricSet(tasks, metric_builders(config), config.group)
     was_training = model.training
     model.eval()
@@ -97,18 +108,20 @@ class Best:
     worse: int = 0
 
     @classmethod
-    def of(cls, config: Eval, tasks: tuple[str, ...]) -> Best:
+    def of(cls, config: Eval, tasks: tuple[str, ...], *, retrieval: bool = False) -> Best:
         """:raises ConfigError: ``eval.monitor`` names a task or metric that is not evaluated."""
-        task, _, metric = config.monitor.rpartition(".")
+        ranks = config.ranking
+        default = f"ndcg@{10 if 10 in ranks.k else ranks.k[0]}" if retrieval else "ne"
+        task, _, metric = (config.monitor or default).rpartition(".")
         task = task or tasks[0]
-        builders = metric_builders(config)
-        if task not in tasks or metric not in builders:
+        better = dict.fromkeys(names(ranks.k), "higher") if retrieval else {n: b().better for n, b in metric_builders(config).items()}
+        if task not in tasks or metric not in better:
             raise ConfigError(
                 f"monitor = {config.monitor!r} is not evaluated",
                 where="eval.monitor",
-                fix=f"tasks: {', '.join(tasks)}; metrics: {', '.join(builders)} (more in eval.metrics)",
+                fix=f"tasks: {', '.join(tasks)}; metrics: {', '.join(better)} (more in eval.{'ranking.k' if retrieval else 'metrics'})",
             )
-        return cls(task, metric, builders[metric]().better)
+        return cls(task, metric, better[metric])
 
     def update(self, results: Results, step: int) -> bool:
         """Whether these results are better than all before; an undefined value never is."""

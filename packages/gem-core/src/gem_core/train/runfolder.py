@@ -141,15 +141,16 @@ def summary_record(
     wall_s: float,
     peak_memory_bytes: int,
 ) -> dict[str, Any]:
-    """The content of summary.json. Each task lists at least `SUMMARY_METRICS`."""
+    """The content of summary.json. Each task with labels lists at least `SUMMARY_METRICS`."""
     record = result_record(results or {})
-    tasks = run.config.features.labels
+    features = run.config.features
+    tasks = {} if features.next_item is not None else {task: dict.fromkeys(SUMMARY_METRICS) for task in features.labels}
     return {
         "model": run.config.model.name,
         "status": status,
         "steps": run.step,
         "samples": run.samples,
-        "tasks": {task: dict.fromkeys(SUMMARY_METRICS) | record["tasks"].get(task, {}) for task in tasks},
+        "tasks": {**record["tasks"], **{task: known | record["tasks"].get(task, {}) for task, known in tasks.items()}},
         "undefined": record["undefined"],
         "evaluated_step": evaluation.get("step"),
         "eval_samples": evaluation.get("eval_samples"),

@@ -88,7 +88,7 @@ class Trainer:
         if continues:
             self.folder.check_config(self.config)
         source = build_source(self.resolved, "train", rt)
-        rehearse(build_source(self.resolved, "eval", rt), self.config.eval, self.tasks)
+        rehearse(build_source(self.resolved, "eval", rt), self.config.eval, self.tasks, self.config.features)
         self.parts = build_parts(self.resolved, rt)
         self.total = total_steps(self.config, source)
         schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
@@ -99,7 +99,7 @@ class Trainer:
         self.info = RunInfo(self.config, self.folder.path, self.parts.model, self.total, rt.rank, rt.world)
         self.saver = Saver(self.folder.checkpoints, rt, background=train.checkpoint_async)
         self.save_s = 0.0
-        self.best = Best.of(self.config.eval, self.tasks)
+        self.best = Best.of(self.config.eval, self.tasks, retrieval=self.config.features.next_item is not None)
         self.results: Results | None = None
         self.record: dict[str, Any] = {}
         self.evaluated_at = self.saved_at = -1

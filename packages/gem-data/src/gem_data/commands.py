@@ -69,24 +69,37 @@ def synth(
 
 
 def convert(
-    form: Annotated[str, typer.Argument(help="What the data is: movielens.", show_default=False)],
-    path: Annotated[Path, typer.Argument(help="Folder of the data as distributed.", show_default=False)],
+    form: Annotated[str, typer.Argument(help="What the data is: movielens, criteo, avazu or open-bandit.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Folder (or file) of the data as distributed.", show_default=False)],
     out: Out,
     positions: Annotated[int, typer.Option(min=1, help="Training samples a user, where the data is one sequence a user.")] = 10,
     max_history: Annotated[int, typer.Option(min=1, help="Newest events kept of each history, where the data is ratings.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Seed of drawn positions and negatives.")] = 7,
+    bad_lines: Annotated[
+        str, typer.Option(help="error, or quarantine: count lines of a log that cannot be used, and keep them in bad_lines.tsv.")
+    ] = "error",
 ) -> None:
     """Convert public data to Parquet with a configuration that trains on it. Converting again gives the same bytes.
 
     Example: gemrec data convert movielens ml-1m --out converted
+    Example: gemrec data convert criteo kaggle/train.txt.gz --out criteo
     """
     from gem_core.errors import ConfigError
-    from gem_data import movielens
+    from gem_data import avazu, criteo, movielens, open_bandit
 
-    if form != "movielens":
-        raise ConfigError(f"there is no converter for {form!r}", where="FORM", fix="use movielens; for other data see gemrec data inspect")
-    for split, rows in movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed).items():
-        print(f"{out / split}.parquet: {rows:,} rows")
+    logs = {"criteo": criteo, "avazu": avazu, "open-bandit": open_bandit}
+    if form == "movielens":
+        made = movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed)
+    elif form in logs:
+        made = logs[form].convert(path, out, bad_lines=bad_lines)
+    else:
+        known = ", ".join(("movielens", *logs))
+        raise ConfigError(f"there is no converter for {form!r}", where="FORM", fix=f"use {known}; for other data see gemrec data inspect")
+    for name, rows in made.items():
+        print(f"{out / name}.parquet: {rows:,} rows")
+    refused = out / "bad_lines.tsv"
+    if refused.is_file():
+        print(f"{refused}: {refused.read_bytes().count(10):,} lines refused")
     print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
 
 

@@ -44,13 +44,16 @@ def features_toml(features: Features) -> dict[str, Any]:
     return table
 
 
-def config_toml(name: str, features: Features, splits: dict[str, str], group: str | None) -> str:
-    """A configuration that trains on files ``splits`` (split -> path relative to ``root``, the folder of the file)."""
+def config_toml(name: str, features: Features, splits: dict[str, Any], group: str | None, *, model: dict[str, Any] | None = None) -> str:
+    """A configuration that trains on files ``splits`` (split -> path or paths relative to ``root``, the folder of the file; filters too).
+
+    ``model`` is the ``[model]`` table; None: `tiny` of GEM.
+    """
     data = {
         "run": {"name": name},
         "data": {"source": "parquet", "parquet": {"root": ".", **splits}},
         "features": features_toml(features),
-        "model": {"name": "gem", "preset": "tiny"},
+        "model": model or {"name": "gem", "preset": "tiny"},
         "eval": {"group": group} if group else {},
     }
     head = "# Run it where this file is, or name its folder: gemrec train config.toml --set data.parquet.root=FOLDER\n\n"

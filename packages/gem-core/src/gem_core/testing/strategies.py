@@ -32,7 +32,7 @@ from gem_core.train.build import build_parts
 from gem_core.train.contract import Callback, RunInfo
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
-from gem_core.train.runtime import Runtime
+from gem_core.train.runtime import Runtime, leave_group
 from gem_core.train.shards import gather
 from gem_core.train.step import Outcomes, TrainStep
 from gem_core.train.trainer import Trainer
@@ -77,7 +77,7 @@ def _enter(rank: int, world: int, port: int, worker: Worker, argument: Any, fold
         dist.init_process_group("gloo", rank=rank, world_size=world)
         torch.save(worker(rank, world, argument), Path(folder) / f"result-{rank}.pt")
         dist.barrier()
-        dist.destroy_process_group()
+        leave_group()
     except BaseException:
         (Path(folder) / f"fault-{rank}.txt").write_text(traceback.format_exc())
         raise

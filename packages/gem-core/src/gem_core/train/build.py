@@ -151,6 +151,12 @@ def total_steps(config: Config, source: Source) -> int | None:
     return -(-config.train.epochs * batches // config.train.accumulate)
 
 
+def agreed_total(runtime: Runtime, total: int | None) -> int | None:
+    """The steps of the rank with the longest source: all ranks take equally many."""
+    totals = runtime.gather_objects(total)
+    return None if None in totals else max(totals)
+
+
 def flops_of(model: nn.Module) -> Callable[[Batch], float] | None:
     """Model FLOPs of a training step on a host batch, where the model tells them."""
     counted: Callable[[Batch], Mapping[str, Any]] | None = getattr(model, "flops", None)

@@ -63,7 +63,7 @@ def evaluate(
     model.eval()
     late: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None = None
     try:
-        for index, fed in enumerate(Feed(source, runtime.device)):
+        for index, fed in enumerate(Feed(source, runtime.device, runtime=runtime)):
             if config.max_batches is not None and index >= config.max_batches:
                 break
             output = module(fed.batch)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from gem_core.batch import Batch
-from gem_core.errors import DataError
+from gem_core.errors import DataError, GemError, RunError
 from gem_core.model.loss import batch_total
 from gem_core.sources.contract import Source
+from gem_core.train.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,23 @@ class Feed:
     On a CUDA device the next batch is pinned and copied while the current one is computed with; positions are of the batch handed out,
     not of the one fetched ahead, so that resuming is exact.
 
+    Over several ranks all feeds give equally many batches, since every step needs all ranks: one whose source has ended gives batches
+    without samples until the last has. A source that fails ends the feeds of all ranks.
+
     :param flops: model FLOPs of one training step on a host batch, or None.
+    :param runtime: the ranks that go through their sources together; None: this one alone.
     """
 
-    def __init__(self, source: Source, device: torch.device, epochs: int | None = 1, flops: Callable[[Batch], float] | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        device: torch.device,
+        epochs: int | None = 1,
+        flops: Callable[[Batch], float] | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
+        self.runtime = runtime if runtime is not None and runtime.world > 1 else None
         self.epoch = 0
         self._resumed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -49,15 +62,43 @@ class Feed:
 
     def __iter__(self) -> Iterator[Fed]:
         if self._stream is None:
-            yield from map(self._take, self._host())
+            yield from map(self._take, self._together())
             return
         ahead: tuple[Fed, torch.cuda.Event] | None = None
-        for host in self._host():
+        for host in self._together():
             ready, ahead = ahead, self._copy(host)
             if ready is not None:
                 yield self._received(*ready)
         if ahead is not None:
             yield self._received(*ahead)
+
+    def _together(self) -> Iterator[Batch]:
+        if self.runtime is None:
+            yield from self._host()
+            return
+        batches, last = self._host(), None
+        while True:
+            host, failure = None, None
+            try:
+                host = next(batches, None)
+            except GemError as error:
+                failure = error
+            having, failed = self.runtime.count([host is not None, failure is not None])
+            if failure is not None:
+                raise failure
+            if failed:
+                raise RunError(
+                    f"the data source of {failed} of {self.runtime.world} ranks failed; what it met is said by that rank",
+                    where=f"rank {self.runtime.rank}",
+                    fix="look at the message of the rank that failed first",
+                )
+            if not having:
+                return
+            last = last if host is None else host
+            if host is None:
+                assert last is not None  # a source without any batch has failed above
+                host = last.select_range(0, 0)
+            yield host
 
     def _host(self) -> Iterator[Batch]:
         while self.epochs is None or self.epoch < self.epochs:

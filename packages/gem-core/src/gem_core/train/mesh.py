@@ -64,6 +64,10 @@ class Mesh:
         if open_axes:
             object.__setattr__(self, open_axes[0], self.world // known)
 
+    def degrees(self) -> dict[str, int]:
+        """Degree of every axis."""
+        return {axis: int(getattr(self, axis)) for axis in (*DENSE, *SPARSE)}
+
     def coordinate(self, axis: str, rank: int | None = None) -> int:
         """Where ``rank`` (this process) stands on ``axis``."""
         return (self.rank if rank is None else rank) // self._stride(axis) % int(getattr(self, axis))

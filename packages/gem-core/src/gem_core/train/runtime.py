@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,13 @@ class Runtime:
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def count(self, flags: Sequence[bool]) -> list[int]:
+        """How many ranks have each flag set. A host exchange, which no device waits for."""
+        counts = torch.tensor(flags, dtype=torch.int32)
+        if self.world > 1:
+            dist.all_reduce(counts)
+        return [int(n) for n in counts]
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor in rank order; the first dimension may differ between ranks. Reads the sizes on the host."""
@@ -105,7 +113,14 @@ def runtime(config: Config) -> Iterator[Runtime]:
             yield Runtime(device)
     finally:
         if joined:
-            dist.destroy_process_group()
+            leave_group()
+
+
+def leave_group() -> None:
+    """Leave the process group. Gloo's worker threads need the interpreter's lock to drop the tensors of the last collective, and the
+    destructor of a group joins them while it holds that lock: they are given time to end first."""
+    time.sleep(0.05)
+    dist.destroy_process_group()
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

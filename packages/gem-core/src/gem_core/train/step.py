@@ -14,10 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gem_core.batch import SparseGroup
 from gem_core.config import Config
+from gem_core.errors import ConfigError
+from gem_core.model.contract import Retrieval
 from gem_core.model.loss import task_loss
+from gem_core.model.tables import LocalTables, sparse_group
 from gem_core.train.build import Parts
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter
@@ -52,15 +56,23 @@ class TrainStep:
 
     def __init__(self, parts: Parts, config: Config, runtime: Runtime, meter: Meter) -> None:
         self.parts, self.config, self.runtime, self.meter = parts, config, runtime, meter
-        self.dense = DenseAdamW(parts.dense_parameters(), config.train.optimizer, runtime)
+        self._whole_tables = _adamw_tables(parts) if config.train.tables.kind == "adamw" else {}
+        self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime)
         self.tables: RowwiseAdagrad | None = None
         self._gate = torch.ones((), dtype=torch.bool, device=runtime.device)
-        if parts.tables is not None:
+        if parts.tables is not None and not self._whole_tables:
             if parts.tables.optimizer_in_backward:
                 parts.tables.configure_optimizer(config.train.tables)  # type: ignore[attr-defined]
                 parts.tables.register_forward_hook(self._gated)  # type: ignore[attr-defined]
             else:
                 self.tables = RowwiseAdagrad(parts.tables.table_states(), config.train.tables, runtime)  # type: ignore[attr-defined]
+        # the items that a retrieval model scores are drawn in its forward pass
+        self._prefetch = None if isinstance(parts.model, Retrieval) else getattr(parts.tables, "prefetch", None)
+        self._after_backward = getattr(parts.tables, "after_backward", None) if self.tables is None else None
+        self._ahead: tuple[Fed, SparseGroup] | None = None
+        self._given: SparseGroup | None = None
+        if self._prefetch is not None:
+            parts.tables.register_forward_pre_hook(self._hand_over)  # type: ignore[union-attr]
         self._buffers = parts.buffers()
         self._weights = [label.weight for label in config.features.labels.values()]
 
@@ -72,11 +84,17 @@ class TrainStep:
         table_lr = train.tables.lr * (factor if train.schedule.tables else 1.0)
         if self.tables is not None:
             self.tables.lr = table_lr
-        elif self.parts.tables is not None:
+        elif self.parts.tables is not None and not self._whole_tables:
             self.parts.tables.set_learning_rate(table_lr)  # type: ignore[attr-defined]
         return lr
 
-    def __call__(self, batches: Sequence[Fed], stop: bool) -> Tensor:
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the tables want the ids of the batch after the current one."""
+        return self._prefetch is not None
+
+    def __call__(self, batches: Sequence[Fed], stop: bool, following: Fed | None = None) -> Tensor:
+        """``following``: the batch after ``batches``, where it is known and `looks_ahead`."""
         world, device = self.runtime.world, self.runtime.device
         before = [b.clone() for b in self._buffers]
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -85,7 +103,10 @@ class TrainStep:
         totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]
         for i, fed in enumerate(batches):
             with self._no_sync(i + 1 < len(batches)):
+                if self._ahead is not None and self._ahead[0] is fed:
+                    self._given = self._ahead[1]
                 output = self.parts.module(fed.batch)
+                self._given = None
                 output = replace(output, logits=output.logits.float())
                 loss = task_loss(output, fed.batch, task_weights=self._weights, total=1.0)
                 # torch.full, unlike torch.tensor, brings a host number to the device without waiting.
@@ -99,12 +120,21 @@ class TrainStep:
                 ok &= good
                 self._gate.copy_(good)
                 loss_sum += numbers[0]
+                self._look_ahead(batches[i + 1] if i + 1 < len(batches) else following)
                 self.meter.mark("forward")
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             self.meter.mark("backward")
             if self.tables is not None:
                 table_norm += self.tables.step(good)
                 self.meter.mark("optimizer")
+            elif self._after_backward is not None:
+                squared = self._after_backward(good)
+                table_norm += 0.0 if squared is None else squared
+                self.meter.mark("optimizer")
+        if world > 1:
+            for weight in self._whole_tables.values():
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                self.runtime.all_reduce(weight.grad.div_(world))
         norm = self.dense.grad_norm()
         finite = torch.isfinite(table_norm) if norm is None else torch.isfinite(norm) & torch.isfinite(table_norm)
         bad_gradient = self.runtime.all_reduce((ok & ~finite).double())
@@ -119,6 +149,17 @@ class TrainStep:
         enter = getattr(self.parts.module, "no_sync", None)
         return enter() if wanted and enter is not None else nullcontext()
 
+    def _look_ahead(self, fed: Fed | None) -> None:
+        if self._prefetch is not None and fed is not None:
+            group = sparse_group(fed.batch, self.parts.tables.table_set.lookups)  # type: ignore[union-attr]
+            self._ahead = fed, group
+            self._prefetch(group)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _hand_over(self, _tables: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The model makes its group of ids anew; the tables get the one that they have seen."""
+        return inputs if self._given is None else (self._given, *inputs[1:])
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gated(self, _tables: Any, _inputs: Any, looked_up: Mapping[str, Any]) -> dict[str, Any]:
         """Table gradients become zero in a step whose loss is not finite, for optimizers that run inside backward."""
@@ -127,6 +168,23 @@ class TrainStep:
             return _Gate.apply(rows, self._gate) if rows.requires_grad else rows  # type: ignore[no-untyped-call]
 
         return {key: (gate(v[0]), v[1]) if isinstance(v, tuple) else gate(v) for key, v in looked_up.items()}
+
+
+def _adamw_tables(parts: Parts) -> dict[str, nn.Parameter]:
+    """Table weights by name, their gradients dense from now on.
+
+    :raises ConfigError: a process does not hold whole tables.
+    """
+    if parts.tables is None:
+        return {}
+    if not isinstance(parts.tables, LocalTables):
+        raise ConfigError(
+            "AdamW updates tables that each process holds whole, and this sparse strategy spreads them",
+            where="train.tables.kind",
+            fix='set parallel.sparse = "local", or train.tables.kind = "rowwise_adagrad"',
+        )
+    parts.tables.sparse = False
+    return {f"tables.{name}": state.weight for name, state in parts.tables.table_states().items()}
 
 
 class _Gate(torch.autograd.Function):

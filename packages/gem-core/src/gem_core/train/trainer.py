@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from gem_core.errors import GemError, NumericsError, RunError
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.train import state
-from gem_core.train.build import build_parts, build_source, flops_of, task_names, total_steps
+from gem_core.train.build import agreed_total, build_parts, build_source, flops_of, task_names, total_steps
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
 from gem_core.train.feed import Fed, Feed
@@ -90,9 +91,9 @@ class Trainer:
         source = build_source(self.resolved, "train", rt)
         rehearse(build_source(self.resolved, "eval", rt), self.config.eval, self.tasks, self.config.features)
         self.parts = build_parts(self.resolved, rt)
-        self.total = total_steps(self.config, source)
+        self.total = agreed_total(rt, total_steps(self.config, source))
         schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
-        self.feed = Feed(source, rt.device, None if train.steps else train.epochs, flops_of(self.parts.model))
+        self.feed = Feed(source, rt.device, None if train.steps else train.epochs, flops_of(self.parts.model), rt)
         self.meter = Meter(rt.device, peak(device_name(rt.device), self.parts.precisions()))
         self.step = TrainStep(self.parts, self.config, rt, self.meter)
         self.outcomes = Outcomes(rt.device)
@@ -127,6 +128,8 @@ class Trainer:
             "world": rt.world,
             **environment(rt.device),
             "precision": {"recipe": self.config.precision.recipe, "sites": dict(Counter(p for _, p, _ in self.parts.guard.describe()))},
+            "parallel": {"dense": self.config.parallel.dense, "sparse": self.config.parallel.sparse, **self.parts.mesh.degrees()},
+            "tables": self._describe(),
             "parameters": self.parts.parameter_counts(),
             "flops_per_sample": None,
             "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
@@ -137,6 +140,16 @@ class Trainer:
         if rt.main:
             self.folder.write_config(self.config)
             self.folder.write_json(self.folder.header, self.header)
+
+    def _describe(self) -> list[str]:
+        """What the strategies have to say of their plan; it is printed too."""
+        describe = getattr(self.parts.tables, "describe", None)
+        lines = [] if describe is None else list(describe())
+        node = os.environ.get("LOCAL_WORLD_SIZE")
+        mesh = self.parts.mesh.table(int(node) if node else None) if self.runtime.world > 1 else []
+        for line in (*mesh, *lines):
+            self._say(line)
+        return lines
 
     def _build_callbacks(self) -> list[Callback]:
         named = {name: manager().find("callback", name).build(options) for name, options in self.resolved.callbacks.items()}
@@ -158,11 +171,11 @@ class Trainer:
         schedule, info = self.config.train.schedule, self.info
         self.parts.module.train()
         self.meter.mark(None)
-        for batches in self._steps():
+        for batches, following in self._steps():
             self.meter.mark("data")
             lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
             info.step += 1
-            vector = self.step(batches, self.stop.requested is not None)
+            vector = self.step(batches, self.stop.requested is not None, following)
             self.outcomes.push(info.step, vector, batches)
             self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
             self._write_decisions()
@@ -176,16 +189,29 @@ class Trainer:
         self._take(self.outcomes.ready(all=True))
         return "finished"
 
-    def _steps(self) -> Iterator[list[Fed]]:
-        """Micro-batches in groups of ``accumulate``; the last group of a run of ``epochs`` may be smaller."""
+    def _steps(self) -> Iterator[tuple[list[Fed], Fed | None]]:
+        """Micro-batches in groups of ``accumulate``, and the batch after them if the step wants to know; the last group of a run of
+        ``epochs`` may be smaller."""
         group: list[Fed] = []
-        for fed in self.feed:
+        for fed, following in self._pairs():
             group.append(fed)
             if len(group) == self.config.train.accumulate:
-                yield group
+                yield group, following
                 group = []
         if group:
-            yield group
+            yield group, None
+
+    def _pairs(self) -> Iterator[tuple[Fed, Fed | None]]:
+        if not self.step.looks_ahead:
+            yield from ((fed, None) for fed in self.feed)
+            return
+        before: Fed | None = None
+        for fed in self.feed:
+            if before is not None:
+                yield before, fed
+            before = fed
+        if before is not None:
+            yield before, None
 
     def _after_step(self, lr: float, batches: Sequence[Fed]) -> str | None:
         """Log, evaluate and save where they are due; returns how the run ends if it ends here."""

@@ -1,4 +1,4 @@
-"""The example plug-in as a stranger uses it: built, installed from its wheel beside the core alone, chosen by one line, trained through."""
+"""The example plug-ins as a stranger uses them: built, installed from their wheels beside the core alone, chosen by one line, trained through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.isolation
 
-EXAMPLE = "docs/examples/gem-kernels-acme"
+EXAMPLES = "docs/examples"
+EXAMPLE = f"{EXAMPLES}/gem-kernels-acme"
 SMALL = ("train.steps=3", "train.log_every=1", "data.batch_size=32", "eval.max_batches=2", "run.device=cpu")
 
 
@@ -44,8 +45,29 @@ def test_chosen_by_one_line_and_trained_through(root: Path, environment: Callabl
     assert "gem-kernels-acme may offer it but is switched off" in done.stderr
 
 
-def test_its_own_tests_pass(root: Path, environment: Callable[..., Path], run: Callable, isolate):
-    bin_folder = environment("gem-core", "gem-kernels-acme", also=isolate.TEST_TOOLS)
-    done = run(bin_folder / "python", "-m", "pytest", "-p", "no:cacheprovider", root / EXAMPLE / "tests")
+def test_a_source_is_chosen_by_one_line_and_trained_from(root: Path, environment: Callable[..., Path], run: Callable, tmp_path: Path):
+    bin_folder = environment("gem-core", "gem-data-acme")
+    here, example = tmp_path / "here", root / EXAMPLES / "gem-data-acme"
+    shutil.copy(example / "acme.toml", here)
+    made = run(bin_folder / "python", example / "make_log.py", "log.sqlite")
+    assert made.returncode == 0, made.stderr
+    listed = json.loads(run(bin_folder / "gemrec", "plugins", "--json").stdout)
+    assert next(p for p in listed if p["name"] == "gem-data-acme")["offers"] == {"source": ["sqlite"]}
+    done = run(bin_folder / "gemrec", "train", "acme.toml", "--set", "run.device=cpu", "--set", "train.steps=6")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((here / "runs/acme-sqlite/summary.json").read_text())
+    assert summary["samples"] == 6 * 64
+    assert summary["tasks"]["ctr"]["ne"] is not None
+
+    (here / "log.sqlite").unlink()
+    done = run(bin_folder / "gemrec", "train", "acme.toml", "--set", "run.name=without")
+    assert done.returncode == 2
+    assert "the database does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gem-kernels-acme", "gem-data-acme"])
+def test_its_own_tests_pass(root: Path, environment: Callable[..., Path], run: Callable, isolate, name: str):
+    bin_folder = environment("gem-core", name, also=isolate.TEST_TOOLS)
+    done = run(bin_folder / "python", "-m", "pytest", "-p", "no:cacheprovider", root / EXAMPLES / name / "tests")
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout

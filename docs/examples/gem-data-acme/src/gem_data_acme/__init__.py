@@ -1,0 +1,1 @@
+"""Training samples from an SQLite database, as an example of a plug-in."""

@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from gem_core.hookspecs import KernelSpec

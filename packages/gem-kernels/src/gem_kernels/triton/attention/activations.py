@@ -1,8 +1,9 @@
 """The pointwise activations of `gdpa` and their derivatives, as device functions.
 
 A folded activation returns f(x) / gain(f): the constant goes into the epilogue's scale (the GELU family computes x + x·t instead of
-0.5·x·(1 + t), one instruction less a score). ``gain`` is 1 where nothing is folded. ``FAST`` (NVIDIA, half-precision tensors) allows the
-hardware tanh, whose absolute error of 2⁻¹¹ is below the rounding of P; everything else computes the exact form in fp32.
+0.5·x·(1 + t), one instruction less a score). ``gain`` is 1 where nothing is folded. ``FAST`` 1 (NVIDIA, half-precision tensors) allows the
+hardware tanh, whose absolute error of 2⁻¹¹ is below the rounding of P, 2 (bf16 tensors) also packed bf16 arithmetic where the activation
+names it; everything else computes the exact form in fp32.
 Formulas: `gem_core.ops.activations`; the tanh form of GELU after Hendrycks and Gimpel, arXiv 1606.08415.
 """
 
@@ -10,6 +11,7 @@ Formulas: `gem_core.ops.activations`; the tanh form of GELU after Hendrycks and 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -32,6 +34,11 @@ PER_HEAD = 64
 """``ACT`` of a kernel whose heads differ; ``ACT_SET`` then has a bit for every id in use."""
 
 _HALF_GAIN = frozenset({GELU, GELU_APPROX, FAST_GELU, FAST_GELU_BF16})
+
+
+def fast(nvidia: bool, dtype: torch.dtype) -> int:
+    """``FAST`` of a kernel on tensors of ``dtype``."""
+    return {torch.float16: 1, torch.bfloat16: 2}.get(dtype, 0) if nvidia else 0
 
 
 def gain(act: int) -> float:
@@ -86,7 +93,7 @@ def _value(x, ACT: tl.constexpr, FAST: tl.constexpr):
         return x + x * tl.erf(x * 0.7071067811865476)
     elif ACT == 2 or (ACT == 3 and not FAST) or (ACT == 6 and not FAST):
         return 2.0 * x / (1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))
-    elif ACT == 3:
+    elif ACT == 3 or (ACT == 6 and FAST == 1):
         return x + x * _tanh(x * (0.7978845608 + 0.0356774081 * x * x), True)
     elif ACT == 4:
         return tl.where(x > 0, x, 0.01 * x)

@@ -168,11 +168,12 @@ def walk_queries(
                 slope = tl.where(seen, slope, 0.0)
         dv_acc = tl.dot(prob.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
         ds = (slope * dp).to(q_tile.dtype)
+        if DQ != 0:
+            # Keys past the end are zero rows, but their dS need not be finite. Here and without a branch: after the product ds is in the
+            # registers that an unfinished wgmma reads, and ptxas would mask it in place.
+            ds = tl.where((j < h)[:, None], ds, 0.0)
         dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=PRECISION)
         if DQ != 0:
-            if n0 + BLOCK_N > h:
-                # Keys past the end are zero rows, but their dS need not be finite.
-                ds = tl.where((j < h)[:, None], ds, 0.0)
             dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * ds_scale
             if DQ == 1:
                 if TMA:

@@ -14,6 +14,7 @@ from gem_kernels.triton.common.configs import Facts
 
 UNBOUNDED = 1 << 30
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Plan:
         op = "softmax" if self.softmax else self.activation if isinstance(self.activation, str) else "mixed"
         facts = {
             "op": op, "dtype": self.dtype, "d": self.d_pad, "dv": self.dv_pad, "group": self.group, "mask": self.mask, "band": self.band,
-            "bias": self.bias, "time": self.time, "targets": self.targets, "q": min(self.q_bound, 1 << 16), "k": min(self.k_bound, 1 << 16),
+            "bias": self.bias, "time": self.time, "targets": self.targets, "shared": self.shared, "broadcast": self.broadcast,
+            "q": min(self.q_bound, 1 << 16), "k": min(self.k_bound, 1 << 16),
         }  # fmt: skip
         return tuple(sorted(facts.items()))
 
@@ -109,7 +111,7 @@ class Plan:
 
     def constants(self, nvidia: bool, *without: str) -> dict[str, Any]:
         """Constexpr arguments that every kernel of the family takes, less the named ones."""
-        found = {**self._constants, "FAST": nvidia and self.dtype != "fp32"}
+        found = {**self._constants, "FAST": activations.fast(nvidia, _DTYPES[self.dtype])}
         for name in without:
             del found[name]
         return found

@@ -64,7 +64,11 @@ def candidates(problem: Problem, info: DeviceInfo) -> list[Config]:
     """Best guess first. ``HEADS`` key/value heads a program share its rotary angles; more heads in flight hide the loads' latency."""
     block, d, kv_heads = problem.option("block_size", 64), max(problem.dim("D"), problem.dim("Dv")), problem.dim("Hkv")
     wide, grouped = problem.dtype("q") == torch.float32, problem.dim("H") > kv_heads
-    guess = {"HEADS": 1, "STAGES": 1, "num_warps": 8 if wide or grouped or block * d > 64 * 128 else 4}
+    guess = {"HEADS": 1, "STAGES": 1, "num_warps": 8 if grouped or block * d > 64 * 128 else 4}
+    if wide:
+        # Eight warps on 64 rows make both warpgroups compute all rows, which gives wrong products of tf32 where a side has 16 columns.
+        narrow = min(problem.dim("D"), problem.dim("Dv"))
+        guess["num_warps"] = 4 if block == 64 and (d <= 64 or narrow <= 16) else 8
     found = [guess]
     if wide:
         return found

@@ -23,9 +23,14 @@ def supports(problem: Problem) -> Supported:
         return no(f"q, k and v must share one of bf16, fp16, fp32, got {', '.join(sorted(map(str, dtypes)))}")
     if problem.option("block_size", 64) not in (64, 128):
         return no(f"blocks of 64 or 128 rows, got {problem.option('block_size')}")
-    elements = max(problem.dim("D"), problem.dim("Dv")) * problem.option("block_size", 64)
-    if elements > 64 * 256 or (problem.dtype("q") == torch.float32 and elements > 64 * 128):
-        return no("a block of this head dim does not fit in shared memory: up to D 256 (64 rows) or 128 (128 rows), half of it in fp32")
+    block, width = problem.option("block_size", 64), max(problem.dim("D"), problem.dim("Dv"))
+    if problem.dtype("q") == torch.float32:
+        grouped = problem.dim("H") > problem.dim("Hkv")
+        widest = 128 // (2 if grouped else 1) if block == 64 else 0 if grouped else 32
+        if width > widest:
+            return no("an fp32 block does not fit in shared memory: up to D 128 (64 rows), 64 (grouped heads), 32 (128 rows, no groups)")
+    elif width * block > 64 * 256:
+        return no("a block of this head dim does not fit in shared memory: up to D 256 (64 rows) or 128 (128 rows)")
     return YES
 
 

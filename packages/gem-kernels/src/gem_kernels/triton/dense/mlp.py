@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_core.ops.contract import Problem, Supported, no
-from gem_kernels.triton.attention.activations import IDS, gain
+from gem_kernels.triton.attention.activations import IDS, fast, gain
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 from gem_kernels.triton.common.launch import launch
@@ -97,7 +97,7 @@ def forward(problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tens
             mlp_fwd_kernel, (-(-rows // config["BLOCK_M"]),), x.device,
             x_rows, added, source(up, h, in_pad, tma), b1, source(down, out_pad, h, tma), b2, up.float().sum(1) if layer else None,
             y, total, mean, rstd, stride(x_rows), stride(added), rows, problem.option("eps"), gain(act),
-            IN=width, IN_PAD=in_pad, HIDDEN=hidden, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=info.nvidia and x.dtype in HALF,
+            IN=width, IN_PAD=in_pad, HIDDEN=hidden, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=fast(info.nvidia, x.dtype),
             NORM=norm, LAYER=layer, BIAS1=b1 is not None, BIAS2=b2 is not None, RESIDUAL=residual is not None, TMA=tma,
             PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip
@@ -161,7 +161,7 @@ def _rows(
             x, dy, dtotal, source(up, h, in_pad, tma), b1, source(down, out_pad, h, tma), up.float().sum(1) if layer else None,
             mean, rstd, dx, source(hidden, m, h, tma), source(dhidden, m, h, tma), normed if norm else None, sums[0],
             stride(x), stride(dy), stride(dtotal), rows, gain(act),
-            IN=width, IN_PAD=in_pad, HIDDEN=size, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=info.nvidia and x.dtype in HALF,
+            IN=width, IN_PAD=in_pad, HIDDEN=size, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=fast(info.nvidia, x.dtype),
             NORM=norm, LAYER=layer, BIAS1=b1 is not None, DBIAS1=bias, DTOTAL=dtotal is not None, TMA=tma,
             PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip

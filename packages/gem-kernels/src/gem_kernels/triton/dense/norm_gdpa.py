@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gem_core.ops.activations import per_head
 from gem_core.ops.contract import Problem, Supported, no
-from gem_kernels.triton.attention.activations import IDS, PER_HEAD, gain
+from gem_kernels.triton.attention.activations import IDS, PER_HEAD, fast, gain
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 from gem_kernels.triton.common.launch import launch
@@ -136,7 +136,7 @@ def _constants(problem: Problem, info: DeviceInfo) -> dict[str, Any]:
     return {
         "H": problem.dim("H"), "D": problem.dim("D"), "DP": power_of_two(problem.dim("D")),
         "ACT": act, "ACT_SET": sum(1 << IDS[n] for n in names) if act == PER_HEAD else 0,
-        "FAST": info.nvidia and dtype in HALF, "PRECISION": precision(dtype, info),
+        "FAST": fast(info.nvidia, dtype), "PRECISION": precision(dtype, info),
     }  # fmt: skip
 
 

@@ -24,6 +24,12 @@ from gem_kernels.triton.dense.norm_epilogue import finish, finish_piece, park, r
 from gem_kernels.triton.dense.tiles import load_tile, prefetch_tile, program_barrier, store_tile
 
 
+@triton.jit
+def own_copy(x):
+    """The same half-precision values, which the compiler takes for others."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def norm_linear_fwd_kernel(
     x, residual, w, y, total, x_rows, residual_rows, shift, column_sum, mean, rstd,
@@ -53,6 +59,10 @@ def norm_linear_fwd_kernel(
                 if n == 0:
                     store_tile(total, K, a, m, k, rows, K, BLOCK_M, BLOCK_K, False)
             b = load_tile(w, K, n, k, N, K, BLOCK_N, BLOCK_K, TMA)
+            if TMA and not RESIDUAL and a.dtype.primitive_bitwidth == 16:
+                # The pipeliner counts no slot for a product that is under way when the tile also has a use in registers: the next load
+                # would overwrite what wgmma reads. From registers, the product needs no slot.
+                a = own_copy(a)
             acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
             centred = a.to(tl.float32)
             if LAYER:

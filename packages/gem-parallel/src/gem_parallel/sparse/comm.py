@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -93,33 +94,40 @@ class Axes:
     scatter: Lane
 
 
-def axes(mesh: Mesh, device: torch.device) -> Axes:
+def axes(mesh: Mesh, device: torch.device, *, ctas: int | None = None) -> Axes:
     """Create the groups; every rank must call this at the same point.
 
+    :param ctas: most thread blocks that a gather or reduce-scatter between replicas may take (NCCL); None: NCCL decides.
     :raises DeviceError: several processes without a process group.
     """
     if mesh.world > 1 and not dist.is_initialized():
         raise DeviceError(
             "there is no process group", fix="start the processes with torchrun, or call torch.distributed.init_process_group"
         )
+    at = (mesh.coordinate("model"), mesh.coordinate("replica"))
+    lanes = _lanes(dist.group.WORLD if mesh.world > 1 else None, mesh.world, mesh.model, mesh.replica, mesh.rank, device, ctas)
+    return Axes(device, mesh.model, mesh.replica, *at, *lanes)
+
+
+@lru_cache(maxsize=32)
+def _lanes(world: Any, size: int, model: int, replica: int, rank: int, device: torch.device, ctas: int | None) -> tuple[Lane, ...]:
+    """Shared by all tables of one arrangement: every further group costs a communicator and device memory."""
+    mesh = Mesh(size, model=model, replica=replica, rank=rank)
     by_model, by_replica = mesh.groups("model"), mesh.groups("replica")
-    return Axes(
-        device,
-        mesh.model,
-        mesh.replica,
-        mesh.coordinate("model"),
-        mesh.coordinate("replica"),
-        Lane(_group(by_model, mesh), mesh.model, device),
-        Lane(_group(by_model, mesh), mesh.model, device),
-        *(Lane(_group(by_replica, mesh), mesh.replica, device) for _ in range(3)),
-    )
+    kinds = [(by_model, None), (by_model, None), (by_replica, None), (by_replica, ctas), (by_replica, ctas)]
+    return tuple(Lane(_group(groups, rank, world, limit), len(groups[0]), device) for groups, limit in kinds)
 
 
-def _group(groups: list[list[int]], mesh: Mesh) -> Any:
+def _group(groups: list[list[int]], rank: int, world: Any, ctas: int | None) -> Any:
     if len(groups[0]) == 1:
         return None
-    world = dist.group.WORLD
-    assert world is not None
-    timeout = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options._timeout
-    made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups) if mesh.rank in ranks)
+    on_cuda = "nccl" in dist.get_backend_config()
+    timeout = world._get_backend(torch.device("cuda" if on_cuda else "cpu")).options._timeout
+    options = None
+    if ctas is not None and on_cuda:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.config.min_ctas, options.config.max_ctas = 1, ctas
+    backend = "nccl" if options is not None else None
+    made = [dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups) if rank in ranks)

@@ -51,6 +51,9 @@ class Gem2dConfig(SparseConfig):
     unit_mb: int = Field(1024, gt=0, description="tables of one width are gathered in units of about this size")
     chunks: int = Field(4, gt=0, description="row chunks in which a unit's collectives are issued")
     window: int = Field(2, gt=0, description="full copies that may exist at once under the article's schedule")
+    ctas: int | None = Field(
+        None, gt=0, le=32, description="most SMs that a gather or reduce-scatter between replicas takes; few leave more to the dense part"
+    )
     momentum_scale: float | None = Field(
         None, gt=0, description="c of the momentum-scaled row-wise AdaGrad; None: the number of replicas for whole, 1 for touched"
     )

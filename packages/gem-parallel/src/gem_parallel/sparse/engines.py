@@ -36,6 +36,11 @@ class TorchEngine:
         self.weight = self.weight[:0].clone() if weight is None else weight
         self.accumulator = self.accumulator[:0].clone() if accumulator is None else accumulator
 
+    @property
+    def bound(self) -> tuple[Tensor, Tensor]:
+        """The tensors whose storage the engine holds now."""
+        return self.weight, self.accumulator
+
     def look_up(self, rows: Tensor, offsets: Tensor, weights: Tensor | None, trains: bool) -> tuple[Tensor, Any]:
         return segment_sum(self.weight, rows, offsets, weights), (rows, offsets, weights) if trains else None
 
@@ -74,6 +79,12 @@ class TbeEngine:
         if self.cuda:
             where = {"hbm": "DEVICE", "uvm": "MANAGED", "uvm_caching": "MANAGED_CACHING"}[placement]
             location, compute = common.EmbeddingLocation[where], training.ComputeDevice.CUDA
+        elif placement == "hbm" and dtype != "fp32":
+            raise ConfigError(
+                "FBGEMM's CPU kernels round 16-bit tables to nearest, which loses small updates",
+                where="parallel",
+                fix='choose kernel = "torch" on the CPU, or dtype = "fp32"',
+            )
         elif placement == "hbm":
             location, compute = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
         else:
@@ -102,8 +113,14 @@ class TbeEngine:
         self.accumulator = self._accumulator.detach()
 
     def bind(self, weight: Tensor | None, accumulator: Tensor | None) -> None:
-        self._weight.data = self._weight.data.new_empty(0) if weight is None else weight.view(-1)
-        self._accumulator.data = self._accumulator.data.new_empty(0) if accumulator is None else accumulator
+        self.weight = self._weight.data.new_empty(0, self.weight.shape[1]) if weight is None else weight
+        self.accumulator = self._accumulator.data.new_empty(0) if accumulator is None else accumulator
+        self._weight.data, self._accumulator.data = self.weight.view(-1), self.accumulator
+
+    @property
+    def bound(self) -> tuple[Tensor, Tensor]:
+        """The tensors whose storage the kernels hold now."""
+        return self._weight.data, self._accumulator.data
 
     def look_up(self, rows: Tensor, offsets: Tensor, weights: Tensor | None, trains: bool) -> tuple[Tensor, Any]:
         if offsets.numel() == 1:

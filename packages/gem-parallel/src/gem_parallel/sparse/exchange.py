@@ -13,6 +13,7 @@ A feature whose table is cut over the axis has a bag of each sample at every pie
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,18 @@ class Asked:
     """Bags by answering rank and unit."""
     offsets: dict[str, Tensor] = field(default_factory=dict)
     divisors: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An exchange under way: what is to be sent, and the numbers of ids, on the host once ``ready`` has happened."""
+
+    group: SparseGroup
+    position: Tensor
+    lengths: Tensor
+    order: Tensor | None
+    numbers: Tensor
+    ready: Any
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,7 @@ class Routes:
         self._cuts = torch.tensor([layout.row_blocks[k.table] for k in self.lookups], device=device)
         self._limits = torch.tensor(self.row_limits, device=device)
         width = layout.most_units * 2
-        kind = torch.tensor(
-            [(s.owner * layout.most_units + s.unit) * 2 + int(s.single) for s in self.segments]
-        )
+        kind = torch.tensor([(s.owner * layout.most_units + s.unit) * 2 + int(s.single) for s in self.segments])
         self._kind, self._kinds = kind.to(device), layout.model * width
         order = {s: n for n, s in enumerate(self.pooled)}
         self._pooled_row = torch.tensor([order.get(i, 0) for i in range(len(self.segments))], device=device)
@@ -120,49 +131,64 @@ class Routes:
     # Asking
 
     @torch.no_grad()
-    def ask(self, group: SparseGroup) -> tuple[Reads, Asked]:
-        """Send the ids of ``group`` (the look-ups' keys in their order) and receive those that this rank's units shall look up.
+    def begin(self, group: SparseGroup) -> Sizes:
+        """Begin to exchange how many ids of ``group`` (the look-ups' keys) go where, without waiting for the device.
 
-        Waits for the device once, for the sizes. Collective over the model axis; ranks may have different numbers of samples, or none.
+        Collective over the model axis, like `finish`; ranks may have different numbers of samples, or none.
 
-        :raises DataError: an id outside its table (on this rank or on one that asks this one).
         :raises BatchError: the group lacks a key.
         """
-        lane, layout = self.axes.inputs, self.layout
+        lane, layout, device = self.axes.inputs, self.layout, self.axes.device
         group = self._ordered(group)
         bounds, samples = group.key_bounds(), group.batch_size
-        device, counts = self.axes.device, [b - a for a, b in zip(bounds, bounds[1:])]
         ids = group.values[: bounds[-1]].to(torch.int64)
-        count = torch.tensor(counts, device=device) if device.type == "cpu" else torch.tensor(counts).pin_memory().to(device, non_blocking=True)
-        key = torch.repeat_interleave(torch.arange(len(counts), device=device), count, output_size=bounds[-1])
+        key = torch.repeat_interleave(
+            torch.arange(len(self.lookups), device=device),
+            _uploaded([b - a for a, b in zip(bounds, bounds[1:])], device),
+            output_size=bounds[-1],
+        )
         bad = ((ids < 0) | (ids >= self._limits[key])).sum()
-        number = ids.clamp(min=0) // self._cuts[key] if self.cut else None
-        place = key * self._most if number is None else key * self._most + number.clamp(max=self._most - 1)
-        position = self._positions(ids if number is None else ids - number * self._cuts[key], place)
+        if self.cut:
+            number = (ids // self._cuts[key]).clamp(0, self._most - 1)
+            place = key * self._most + number
+            position = self._positions(ids - number * self._cuts[key], place)
+        else:
+            place = key * self._most
+            position = self._positions(ids, place)
         segment = self._tables["segment"][place]
         lengths = self._pooled_lengths(group, samples, key, segment, bounds)
         per_segment = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
         per_segment.scatter_add_(0, segment, torch.ones_like(segment))
         sizes = torch.zeros(layout.model, layout.most_units * 2 + 3, dtype=torch.int64, device=device)
-        sizes[:, : layout.most_units * 2] = (
-            torch.zeros(self._kinds, dtype=torch.int64, device=device).scatter_add_(0, self._kind, per_segment).view(layout.model, -1)
-        )
-        tail = torch.tensor([0, int(group.weights is not None), samples])
-        sizes[:, -3:] = tail if device.type == "cpu" else tail.pin_memory().to(device, non_blocking=True)
+        kinds = torch.zeros(self._kinds, dtype=torch.int64, device=device).scatter_add_(0, self._kind, per_segment)
+        sizes[:, : layout.most_units * 2] = kinds.view(layout.model, -1)
+        sizes[:, -3:] = _uploaded([0, int(group.weights is not None), samples], device)
         sizes[:, -3] = bad
         received = lane.all_to_all(sizes, [1] * layout.model, [1] * layout.model)
-        host = torch.cat([per_segment, received.flatten()]).tolist()
-        segment_ids, per_rank = host[: len(self.segments)], torch.tensor(host[len(self.segments) :]).view(layout.model, -1).tolist()
+        numbers, ready = _downloaded(torch.cat([per_segment, received.flatten()]))
+        return Sizes(group, position, lengths, self._send_order(segment, bounds), numbers, ready)
+
+    @torch.no_grad()
+    def finish(self, sizes: Sizes) -> tuple[Reads, Asked]:
+        """Exchange the ids: what this rank's units shall look up, and how its own answers come together. Waits for the sizes.
+
+        :raises DataError: an id outside its table, on this rank or on one that asks this one.
+        """
+        if sizes.ready is not None:
+            sizes.ready.synchronize()
+        host, group, model = sizes.numbers.tolist(), sizes.group, self.layout.model
+        segment_ids, tail = host[: len(self.segments)], host[len(self.segments) :]
+        width = len(tail) // model
+        per_rank = [tail[m * width : (m + 1) * width] for m in range(model)]
+        bounds = group.key_bounds()
         self._check(per_rank, group, bounds)
-        weighted = any(row[-2] for row in per_rank)
-        weights = group.weights
-        if weighted and weights is None:
-            weights = torch.ones(bounds[-1], device=device)
-        order = self._send_order(segment, bounds)
+        weights, position, order = group.weights, sizes.position, sizes.order
+        if weights is None and any(row[-2] for row in per_rank):
+            weights = torch.ones(bounds[-1], device=self.axes.device)
         if order is not None:
             position = position[order]
             weights = None if weights is None else weights[order]
-        return self._exchange(group, samples, position, lengths, weights, segment_ids, per_rank, order)
+        return self._exchange(group, group.batch_size, position, sizes.lengths, weights, segment_ids, per_rank, order)
 
     def _ordered(self, group: SparseGroup) -> SparseGroup:
         keys = tuple(k.key for k in self.lookups)
@@ -265,9 +291,7 @@ class Routes:
             bags[s.owner][s.unit] += n if s.single else samples
         return reads, self._asked(group, samples, segment_ids, order, bags)
 
-    def _asked(
-        self, group: SparseGroup, samples: int, segment_ids: list[int], order: Tensor | None, bags: list[list[int]]
-    ) -> Asked:
+    def _asked(self, group: SparseGroup, samples: int, segment_ids: list[int], order: Tensor | None, bags: list[list[int]]) -> Asked:
         asked = Asked(group, samples, segment_ids, order if self.cut else None, bags)
         bounds = group.key_bounds()
         for i, k in enumerate(self.lookups):
@@ -359,6 +383,21 @@ class Routes:
         sent = [sum(n * d for n, d in zip(bags, ds)) for bags, ds in zip(asked.bags, dims)]
         flat = self.axes.outputs.all_to_all(torch.cat(pieces), received, sent)
         return by_unit(flat, reads.bags, mine)
+
+
+def _uploaded(numbers: list[int], device: torch.device) -> Tensor:
+    host = torch.tensor(numbers, device="cpu")
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _downloaded(numbers: Tensor) -> tuple[Tensor, Any]:
+    """On the host after the event (None: already there)."""
+    if not numbers.is_cuda:
+        return numbers, None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record()
+    return host, ready
 
 
 def _starts(sizes: list[int]) -> list[int]:

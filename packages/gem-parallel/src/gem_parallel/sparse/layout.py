@@ -145,5 +145,6 @@ def arrange(
                 units[owner].append(Unit(owner, index, dim, dtype, placement, rows, placed))
                 for p in placed:
                     pieces[p.table].append(p)
-    return Layout(model, replica, chunks, blocks, {k: tuple(sorted(v, key=lambda p: p.start)) for k, v in pieces.items()},
-                  tuple(map(tuple, units)))
+    return Layout(
+        model, replica, chunks, blocks, {k: tuple(sorted(v, key=lambda p: p.start)) for k, v in pieces.items()}, tuple(map(tuple, units))
+    )

@@ -26,7 +26,9 @@ def placed(tables: TableSet, config: SparseConfig, strategy: str, where: Axes | 
         size = {t.name: t.rows * (t.dim * BYTES[options[t.name].dtype or "fp32"] + 4) / ranks for t in tables.tables}
         budget = _budget(config, device)
         moved = {n for n, o in options.items() if o.placement in ("uvm", "uvm_caching")}
-        total = sum(size[n] * (config.cache_fraction if options[n].placement == "uvm_caching" else options[n].placement != "uvm") for n in size)
+        total = sum(
+            size[n] * (config.cache_fraction if options[n].placement == "uvm_caching" else options[n].placement != "uvm") for n in size
+        )
         for table in sorted(free, key=lambda t: -size[t.name]):
             if total <= budget:
                 break
@@ -34,7 +36,7 @@ def placed(tables: TableSet, config: SparseConfig, strategy: str, where: Axes | 
             total -= size[table.name] * (1 - config.cache_fraction)
         if total > budget:
             raise ConfigError(
-                f"the tables need {total / 2**30:.2f} GiB of device memory a rank even with every one cached, hbm_gb allows {budget / 2**30:.2f}",
+                f"even with every table cached a rank needs {total / 2**30:.2f} GiB of device memory, hbm_gb allows {budget / 2**30:.2f}",
                 where=f"parallel.{strategy}.hbm_gb",
                 fix="lower cache_fraction, use more ranks, a smaller dtype, or allow more",
             )

@@ -1,4 +1,4 @@
-"""Segment sums, stochastic rounding, and row-wise AdaGrad on plain tensors: the portable path, and the arithmetic that others must match."""
+"""Segment sums, stochastic rounding and row-wise AdaGrad on plain tensors: the portable path, and what others must match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RowwiseOptions:
 
     @property
     def plain(self) -> tuple[float, float]:
-        """(lr, eps) that give the same update in the form without a scale: ``g / (sqrt(v / c) + eps) = sqrt(c) g / (sqrt(v) + sqrt(c) eps)``."""
+        """(lr, eps) of the same update in the form without a scale: ``g / (sqrt(v / c) + eps) = sqrt(c) g / (sqrt(v) + sqrt(c) eps)``."""
         root = self.scale**0.5
         return self.lr * root, self.eps * root
 

@@ -59,7 +59,9 @@ class TouchedExchange:
                 pieces.append(r.rows[first : first + host[0][g][u]] - g * unit.unit.rows)
         sent = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64, device=axes.device)
         received = axes.requests.all_to_all(sent, [sum(c) for c in host[1]], [sum(c) for c in host[0]])
-        return Wanted(found, reads.offsets, reads.weights, host[0], host[1], [r.squeeze(1) for r in by_unit(received, host[1], [1] * len(self.units))])
+        return Wanted(
+            found, reads.offsets, reads.weights, host[0], host[1], [r.squeeze(1) for r in by_unit(received, host[1], [1] * len(self.units))]
+        )
 
     def look_up(self, wanted: Wanted, trains: bool) -> tuple[list[Tensor], list[Any]]:
         """Sums of this rank's bags by unit, and tickets of the engines."""

@@ -17,6 +17,7 @@ fetch the rows that they read and send gradients back; rows are updated once, fr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from gem_core.train.mesh import Mesh
 from gem_parallel.sparse.comm import Axes, axes
 from gem_parallel.sparse.config import Gem2dConfig
 from gem_parallel.sparse.engines import DTYPES, build_engine, engine_for
-from gem_parallel.sparse.exchange import Asked, Reads, Routes
+from gem_parallel.sparse.exchange import Asked, Reads, Routes, Sizes
 from gem_parallel.sparse.initial import fill
 from gem_parallel.sparse.layout import arrange
 from gem_parallel.sparse.place import placed
@@ -43,7 +44,7 @@ from gem_parallel.sparse.units import Slot, TouchedUnit, WholeUnit
 def build_gem_2d(tables: TableSet, mesh: Mesh, config: Gem2dConfig) -> nn.Module:
     """:raises ConfigError: options that exclude each other, or a table that cannot be placed."""
     device = torch.empty(0).device
-    return Tables2d(tables, axes(mesh, device), config)
+    return Tables2d(tables, axes(mesh, device, ctas=config.ctas), config)
 
 
 @dataclass
@@ -54,6 +55,16 @@ class Step:
     asked: Asked
     wanted: Wanted | None = None
     tickets: Any = None
+
+
+@dataclass
+class Ahead:
+    """The next batch: its exchange under way, or done on the side stream at the event ``done``."""
+
+    group: SparseGroup
+    sizes: Sizes
+    step: Step | None = None
+    done: Any = None
 
 
 class Tables2d(nn.Module):
@@ -101,7 +112,7 @@ class Tables2d(nn.Module):
         self.touched = None if self.whole else TouchedExchange(self.touched_units, where)
         self.window = min(config.window, len(units)) if config.schedule == "article" else len(units)
         self.slots: list[Slot] = []
-        self.ahead: tuple[SparseGroup, Step, Any] | None = None
+        self.ahead: Ahead | None = None
         self._side = torch.cuda.Stream(where.device) if where.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._fill(tables)
 
@@ -145,6 +156,7 @@ class Tables2d(nn.Module):
     def _settle(self) -> None:
         for unit in self.whole_units:
             if unit.full:
+                unit.arrive()
                 unit.scatter()
         for unit in self.whole_units:
             self.axes.scatter.wait(unit.settled())
@@ -184,36 +196,52 @@ class Tables2d(nn.Module):
         return found
 
     def prefetch(self, group: SparseGroup) -> None:
-        """Exchange the ids of the next batch on a side stream, and begin to gather for the backward pass that follows."""
+        """Begin the exchange of the next batch's ids on a side stream, and to gather for the backward pass that follows."""
         if self.whole:
             self._gather_ahead(with_state=True)
+        with self._beside(wait=True):
+            self.ahead = Ahead(group, self.routes.begin(group))
+
+    def after_backward(self, ok: Tensor) -> None:
+        """Go on with the exchange of the next batch's ids while the device still works on the backward pass."""
+        ahead = self.ahead
+        if ahead is not None and ahead.step is None:
+            with self._beside(wait=False):
+                ahead.step = self._exchanged(ahead.sizes)
+                if self._side is not None:
+                    ahead.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    ahead.done.record(self._side)
+
+    @contextmanager
+    def _beside(self, *, wait: bool) -> Iterator[None]:
+        """On the side stream; ``wait``: after what the current stream holds now."""
         if self._side is None:
-            self.ahead = (group, self._exchanged(group), None)
+            yield
             return
-        main = torch.cuda.current_stream(self.axes.device)
-        self._side.wait_stream(main)
+        if wait:
+            self._side.wait_stream(torch.cuda.current_stream(self.axes.device))
         with torch.cuda.stream(self._side):
-            step = self._exchanged(group)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._side)
-        for tensor in (group.values, group.lengths, group.weights):
-            if tensor is not None:
-                tensor.record_stream(self._side)
-        self.ahead = (group, step, done)
+            yield
 
     def _taken(self, group: SparseGroup) -> Step:
-        if self.ahead is None or self.ahead[0] is not group:
-            return self._exchanged(group)
-        (_, step, done), self.ahead = self.ahead, None
-        if done is not None:
+        ahead = self.ahead
+        if ahead is None or ahead.group is not group:
+            return self._exchanged(self.routes.begin(group))
+        self.after_backward(torch.ones(()))
+        self.ahead, step = None, ahead.step
+        assert step is not None
+        if ahead.done is not None:
             main = torch.cuda.current_stream(self.axes.device)
-            main.wait_event(done)
+            main.wait_event(ahead.done)
             for tensor in _tensors(step):
                 tensor.record_stream(main)
+            for given in (group.values, group.lengths, group.weights):
+                if given is not None:
+                    given.record_stream(self._side)  # type: ignore[arg-type]
         return step
 
-    def _exchanged(self, group: SparseGroup) -> Step:
-        reads, asked = self.routes.ask(group)
+    def _exchanged(self, sizes: Sizes) -> Step:
+        reads, asked = self.routes.finish(sizes)
         return Step(reads, asked, None if self.touched is None else self.touched.want(reads))
 
     def _look_up(self, step: Step, trains: bool) -> list[Tensor]:
@@ -289,8 +317,9 @@ class Tables2d(nn.Module):
 
     @property
     def copy_bytes(self) -> int:
-        """Memory that full copies hold now."""
-        return sum(s.memory.numel() for s in self.slots)
+        """Bytes of the storages that full copies hold now: of the slots, and of what the engines are bound to."""
+        held = [s.memory for s in self.slots] + [t for u in self.whole_units if not u.alone for t in u.engine.bound]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
     def describe(self) -> list[str]:
         """Plan, bytes a rank, and what overlaps what."""

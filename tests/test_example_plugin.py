@@ -1,4 +1,4 @@
-"""The example plug-ins as a stranger uses them: built, installed from their wheels beside the core alone, chosen by one line, trained through."""
+"""The example plug-ins as a stranger uses them: built, installed from wheels beside the core alone, chosen by a line, trained through."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ GROUPS = {
     "kernels": "List, check and tune kernels.",
     "precision": "Look at low-precision formats and recipes.",
     "config": "Show, describe and start configuration files.",
+    "plugin": "Start a plug-in package.",
 }
 """The groups of the command and their help. A plug-in adds commands to them; it cannot add a group beside them."""
 

@@ -1,0 +1,38 @@
+"""`gemrec plugin new`: what it writes builds, installs beside the core alone, is listed, and passes the conformance kit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gem_core.cli.plugin import write
+from gem_core.errors import ConfigError
+
+pytestmark = pytest.mark.isolation
+
+
+@pytest.mark.parametrize(("kind", "offers"), [("kernel", {"kernel": ["norm/zed"]}), ("source", {"source": ["zed"]})])
+def test_a_new_package_is_a_plugin(kind: str, offers: dict, wheels: dict[str, Path], isolate, run: Callable, tmp_path: Path):
+    write("acme-zed", kind, tmp_path)
+    (wheel,) = isolate.build_wheels([tmp_path / "acme-zed"], tmp_path / "wheels")
+    python = isolate.make_environment(tmp_path / "env", [wheels["gem-core"], wheel], also=isolate.TEST_TOOLS)
+    listed = json.loads(run(python.parent / "gemrec", "plugins", "--json").stdout)
+    assert next(p for p in listed if p["name"] == "acme-zed")["offers"] == offers
+    done = run(python, "-m", "pytest", "-p", "no:cacheprovider", tmp_path / "acme-zed" / "tests")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["Acme", "acme_x", "acme--x", "9x", "acme-"])
+def test_names_that_cannot_be(name: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be the name"):
+        write(name, "kernel", tmp_path)
+
+
+def test_nothing_is_overwritten(tmp_path: Path):
+    write("acme-x", "source", tmp_path)
+    with pytest.raises(ConfigError, match="there already"):
+        write("acme-x", "kernel", tmp_path)

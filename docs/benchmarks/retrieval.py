@@ -1,0 +1,230 @@
+"""Next-item retrieval on public data: trains each model, ranks all items for every test user, writes the results beside published ones.
+
+    python docs/benchmarks/retrieval.py ml-1m --data ../shared/data --out docs/benchmarks
+    python docs/benchmarks/retrieval.py s3rec --data ../shared/data --seeds 0 --out docs/benchmarks
+
+``ml-1m`` without a validation split trains the stated number of epochs on all but the last item and evaluates once; the others are chosen
+on the second-last item. ``--jobs`` runs that many trainings side by side, spread over the visible GPUs; the tables are written again
+after each. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``, ``s3rec/*.txt``. Needs gem-core, gem-kernels, gem-data and pyarrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+METRICS = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+S3REC = {"Beauty": 12_101, "Sports_and_Outdoors": 18_357, "Toys_and_Games": 11_924, "Yelp": 20_033, "LastFM": 3_646}
+"""Set -> highest item id."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a table: configuration file, data set below ``--data``, who is validated on, overrides, and published (HR@10, NDCG@10)."""
+
+    config: str
+    data: str
+    valid: str
+    published: dict[str, tuple[float, float]]
+    overrides: tuple[str, ...] = ()
+    protocol: str = ""
+
+
+MOVIES = "ml-1m/ml-1m.txt.gz"
+LEAVE_ONE = "trained on all but the last item, fixed epochs"
+GSASREC = "chosen on the second-last item of 512 users"
+LEAVE_TWO = "chosen on the second-last item"
+PUBLISHED = {
+    "Beauty": ((0.0152, 0.0068), (0.0605, 0.0318), (0.0647, 0.0327)),
+    "Sports_and_Outdoors": ((0.0094, 0.0053), (0.0350, 0.0192), (0.0385, 0.0204)),
+    "Toys_and_Games": ((0.0113, 0.0061), (0.0675, 0.0374), (0.0700, 0.0376)),
+    "Yelp": ((0.0099, 0.0051), (0.0274, 0.0136), (0.0341, 0.0168)),
+    "LastFM": ((0.0440, 0.0203), (0.0688, 0.0390), (0.0743, 0.0427)),
+}
+
+
+def _s3rec(name: str, model: str) -> Variant:
+    rows = (f"features.tables.item.rows={S3REC[name] + 1}",)
+    published = dict(zip(("PopRec", "SASRec", "S3-Rec"), PUBLISHED[name]))
+    return Variant(f"s3rec-{model}.toml", f"s3rec/{name}.txt", "all", published, rows, LEAVE_TWO)
+
+
+SUITES: dict[str, dict[str, Variant]] = {
+    "ml-1m": {
+        "gem": Variant("ml-1m-next-gem.toml", MOVIES, "none", {"HSTU": (0.3097, 0.1720), "HSTU-large": (0.3294, 0.1893)}, (), LEAVE_ONE),
+        "hstu": Variant("ml-1m-next-hstu.toml", MOVIES, "none", {"HSTU, with times": (0.3097, 0.1720)}, (), LEAVE_ONE),
+        "sasrec": Variant("ml-1m-next-sasrec.toml", MOVIES, "none", {"SASRec": (0.2853, 0.1603)}, (), LEAVE_ONE),
+        "sasrec gbce": Variant("ml-1m-gsasrec.toml", MOVIES, "512", {"gSASRec": (0.3003, 0.1726)}, (), GSASREC),
+    },
+    "s3rec": {f"{model} {name}": _s3rec(name, model) for name in S3REC for model in ("sasrec", "gem")},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="+", choices=sorted(SUITES))
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seeds", default="0,1,2", help="of ml-1m; s3rec is trained with the first of them")
+    parser.add_argument("--models", help="comma-separated subset of the rows; a word stands for all rows that begin with it")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE for every training")
+    parser.add_argument("--valid", choices=("all", "none"), help="hold the second-last items of all users out in every suite")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs/retrieval"), help="folder of converted data and run folders")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print("RESULT " + json.dumps(train(json.loads(args.one))))
+        return
+    jobs = planned(args)
+    for suite, name, *_ in jobs:
+        converted(SUITES[suite][name], args)
+    results: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(apart, args, i, *job) for i, job in enumerate(jobs)]
+        for done in as_completed(futures):
+            results.append(done.result())
+            for suite in args.suites:
+                report(args, suite, [r for r in results if r["suite"] == suite])
+    if any("error" in r for r in results):
+        raise SystemExit("\n".join(f"{r['run']}: {r['error']}" for r in results if "error" in r))
+
+
+def planned(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """(suite, row, seed), the longest trainings first."""
+    found = []
+    for suite in args.suites:
+        words = args.models.split(",") if args.models else [""]
+        seeds = [int(s) for s in args.seeds.split(",")]
+        for name in SUITES[suite]:
+            if any(name == w or (w in ("", "gem", "sasrec", "hstu") and name.startswith(w)) for w in words):
+                found += [(suite, name, seed) for seed in (seeds if suite == "ml-1m" else seeds[:1])]
+    return sorted(found, key=lambda job: job[0] == "ml-1m")
+
+
+def converted(variant: Variant, args: argparse.Namespace) -> Path:
+    """The folder of the variant's Parquet files, made if it is not there."""
+    from gem_data.sequences import convert
+
+    valid = args.valid or variant.valid
+    folder = args.work / "data" / f"{Path(variant.data).name.split('.')[0]}-{valid}"
+    if not (folder / "config.toml").is_file():
+        convert(args.data / variant.data, folder, valid=valid)
+    return folder
+
+
+def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int) -> dict[str, Any]:
+    """One training and its test in a process of its own."""
+    import torch
+
+    variant = SUITES[suite][name]
+    run = f"{suite}-{name.replace(' ', '-')}-{seed}"
+    folder = converted(variant, args)
+    overrides = [f"data.parquet.root={folder}", f"run.seed={seed}", f"run.name={run}", f"run.dir={args.work}", *variant.overrides]
+    if (folder / "valid.parquet").is_file():
+        overrides.append('data.parquet.eval=["valid.parquet"]')
+    job = {"config": str(CONFIGS / variant.config), "overrides": [*overrides, *args.overrides], "folder": str(args.work / run)}
+    environment = {"OMP_NUM_THREADS": "2", **os.environ}
+    if gpus := torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
+    began = time.monotonic()
+    command = [sys.executable, __file__, suite, "--data", str(args.data), "--out", str(args.out), "--one", json.dumps(job)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    record: dict[str, Any] = {"suite": suite, "row": name, "seed": seed, "run": run}
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        record["error"] = done.stdout[-1500:]
+        print(f"{run}: failed after {time.monotonic() - began:.0f} s\n{record['error']}", flush=True)
+        return record
+    record |= json.loads(lines[0])
+    test = record["test"]
+    print(
+        f"{run}: HR@10 {test['hr@10']:.4f} NDCG@10 {test['ndcg@10']:.4f}, {record['steps']} steps ({record['status']}, best "
+        f"{record['best_step']}), {record['wall_s']:.0f} s, with start {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return record
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Train, and evaluate the final (with ``restore_best`` the best) parameters on the test split."""
+    import gem_core.train
+    from gem_core.config import load_config
+    from gem_core.train.offline import evaluate_run
+
+    config = load_config(Path(job["config"]), job["overrides"])
+    result = gem_core.train(config, run_dir=job["folder"], overwrite=True, quiet=True)
+    test = evaluate_run(job["folder"], split="test").results["next_item"]
+    header = json.loads((Path(job["folder"]) / "run.json").read_text())
+    evals = [json.loads(line) for line in (Path(job["folder"]) / "eval.jsonl").read_text().splitlines()]
+    return {
+        "test": {name: value.value for name, value in test.items()},
+        "standard_error": {name: value.details["standard_error"] for name, value in test.items()},
+        "evaluations": [{"step": e["step"], **{m: e["tasks"]["next_item"][m] for m in METRICS}} for e in evals],
+        "status": result.status,
+        "steps": result.steps,
+        "best_step": result.summary["best_step"],
+        "wall_s": result.summary["wall_s"],
+        "peak_memory_bytes": result.summary["peak_memory_bytes"],
+        **{key: header[key] for key in ("parameters", "device", "versions", "kernels", "commit")},
+    }
+
+
+def report(args: argparse.Namespace, suite: str, results: list[dict[str, Any]]) -> None:
+    """Write ``retrieval-<suite>.json`` and ``.md`` of the trainings that have ended."""
+    good = sorted((r for r in results if "test" in r), key=lambda r: (list(SUITES[suite]).index(r["row"]), r["seed"]))
+    if not good:
+        return
+    rows = {name: [r for r in good if r["row"] == name] for name in dict.fromkeys(r["row"] for r in good)}
+    record = {
+        "suite": f"retrieval-{suite}",
+        "command": "python docs/benchmarks/retrieval.py " + shlex.join(sys.argv[1:]),
+        "device": good[0]["device"],
+        "machine": platform.machine(),
+        "versions": good[0]["versions"],
+        "commit": good[0]["commit"],
+        "configurations": {n: {"file": SUITES[suite][n].config, "overrides": list(SUITES[suite][n].overrides)} for n in rows},
+        "published": {name: SUITES[suite][name].published for name in rows},
+        "runs": [{k: v for k, v in r.items() if k not in ("suite", "device", "versions", "commit")} for r in good],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"retrieval-{suite}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / f"retrieval-{suite}.md").write_text(markdown(suite, record, rows))
+
+
+def markdown(suite: str, record: dict[str, Any], rows: dict[str, list[dict[str, Any]]]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    lines = [f"# Next item: {suite}", "", f"`{record['command']}`", "", f"{record['device']}; {versions}; commit {record['commit']}", ""]
+    lines += ["All items are ranked for every user, items that the user had before left out; equal scores count one half.", ""]
+    if suite == "ml-1m":
+        lines += ["The file holds no clock times, so no model has a time bias; HSTU's published numbers have one.", ""]
+    lines += ["| row | " + " | ".join(METRICS) + " | seeds | published HR@10 / NDCG@10 | protocol |", "|---|" + "---|" * (len(METRICS) + 3)]
+    for name, runs in rows.items():
+        cells = []
+        for metric in METRICS:
+            values = [r["test"][metric] for r in runs]
+            spread = f" ({min(values):.4f}-{max(values):.4f})" if len(values) > 1 else f" ± {runs[0]['standard_error'][metric]:.4f}"
+            cells.append(f"{np.mean(values):.4f}{spread}")
+        published = "; ".join(f"{who} {hr:.4f} / {ndcg:.4f}" for who, (hr, ndcg) in record["published"][name].items())
+        cells += [", ".join(str(r["seed"]) for r in runs), published, SUITES[suite][name].protocol]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Mean over the seeds and (lowest-highest); one seed: ± standard error over users.", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gem_core.hookspecs import StrategySpec, hookimpl
+
+if TYPE_CHECKING:
+    from gem_core.cli.groups import CommandGroups
 
 
 class Plugin:
@@ -25,6 +30,12 @@ class Plugin:
         from gem_parallel import sparse
 
         return sparse.specs()
+
+    @hookimpl
+    def gem_commands(self, app: CommandGroups) -> None:
+        from gem_parallel.plan.command import register
+
+        register(app)
 
 
 plugin = Plugin()

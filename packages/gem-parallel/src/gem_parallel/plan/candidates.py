@@ -1,0 +1,194 @@
+"""What the planner chooses from: arrangements of the dense part and of the tables, each with the order of its axes over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations, product
+from typing import Literal
+
+from gem_parallel.plan.cluster import Cluster
+from gem_parallel.plan.network import Axes, Group, place, strides
+from gem_parallel.plan.workload import Table, Workload
+
+DENSE_ORDER = ("expert", "shard", "replicate")
+"""Axes from the innermost, as `gem_core.train.mesh.Mesh` lays ranks out."""
+SPARSE_ORDER = ("replica", "model")
+
+Sharding = Literal["table", "row", "column"]
+COLUMNS = 32
+"""Least width of a column-wise piece."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """``order`` names the axes from the innermost. ``reshard``: gathered layers are freed after forward and gathered again."""
+
+    replicate: int
+    shard: int
+    expert: int
+    order: tuple[str, ...] = DENSE_ORDER
+    reshard: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.expert
+
+    @property
+    def spread(self) -> int:
+        """Ranks that hold different pieces of a parameter."""
+        return self.shard * self.expert
+
+    @property
+    def strategy(self) -> str:
+        """Name of the dense strategy in ``[parallel]``."""
+        if self.world == 1:
+            return "single"
+        return "ddp" if self.spread == 1 else "fsdp" if self.replicate == 1 else "hsdp"
+
+    @property
+    def runnable(self) -> bool:
+        """Whether the mesh lays ranks out so."""
+        return self.order == DENSE_ORDER
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        return strides(self.order, {axis: getattr(self, axis) for axis in DENSE_ORDER})
+
+    def axes(self, *names: str) -> Axes:
+        """Degree and stride of the axes that have several ranks."""
+        return tuple((degree, self._strides[axis]) for axis in names if (degree := int(getattr(self, axis))) > 1)
+
+    def group(self, cluster: Cluster, *names: str) -> Group:
+        return place(self.axes(*names), self.world, cluster.domains)
+
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in DENSE_ORDER}
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """How tables are spread: ``strategy`` of ``[parallel]`` with its options, and how each class of tables is cut over the model axis.
+
+    ``exchange``: "none" (every rank holds all rows of its model shard), "average" (whole copies, averaged every step), "whole" or "touched"
+    (storage sharded over the replicas).
+    """
+
+    strategy: Literal["local", "torchrec", "torchrec-2d", "gem-2d"]
+    model: int
+    replica: int
+    order: tuple[str, ...] = SPARSE_ORDER
+    exchange: Literal["none", "average", "whole", "touched"] = "none"
+    schedule: Literal["article", "torchrec"] = "article"
+    cuts: tuple[Sharding, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.model * self.replica
+
+    @property
+    def spread_over_replicas(self) -> bool:
+        return self.exchange in ("whole", "touched")
+
+    @property
+    def runnable(self) -> bool:
+        return self.order == SPARSE_ORDER or self.strategy == "torchrec-2d"
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        return strides(self.order, {"model": self.model, "replica": self.replica})
+
+    def axes(self, *names: str) -> Axes:
+        return tuple((degree, self._strides[axis]) for axis in names if (degree := int(getattr(self, axis))) > 1)
+
+    def group(self, cluster: Cluster, *names: str) -> Group:
+        return place(self.axes(*names), self.world, cluster.domains)
+
+    def degrees(self) -> dict[str, int]:
+        return {"replica": self.replica, "model": self.model}
+
+
+@dataclass(frozen=True)
+class TableClass:
+    """Tables that are cut alike because they are alike: of one size and number of reads, up to a factor of two."""
+
+    names: tuple[str, ...]
+
+
+def table_classes(tables: Sequence[Table], most: int = 4) -> list[TableClass]:
+    """At most ``most`` classes; the last one takes the tables with the smallest traffic where there would be more."""
+    found: dict[tuple[int, int, bool], list[Table]] = {}
+    for table in tables:
+        key = (round(math.log2(table.weight_bytes)), round(math.log2(table.ids + 1)), bool(table.event_ids))
+        found.setdefault(key, []).append(table)
+    classes = sorted(found.values(), key=lambda group: -sum(t.ids * t.dim for t in group))
+    if len(classes) > most:
+        classes[most - 1 :] = [[table for group in classes[most - 1 :] for table in group]]
+    return [TableClass(tuple(t.name for t in group)) for group in classes]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def dense_candidates(workload: Workload, world: int, cluster: Cluster) -> list[Dense]:
+    """All factorisations in all orders, but one of those that sit alike in the network (the one that the mesh can build, if any)."""
+    spreadable = set(divisors(workload.experts))
+    found: dict[object, Dense] = {}
+    for expert in divisors(world):
+        if expert not in spreadable:
+            continue
+        for shard in divisors(world // expert):
+            replicate = world // expert // shard
+            for order, reshard in product(_orders(DENSE_ORDER, expert, shard, replicate), (True, False)):
+                one = Dense(replicate, shard, expert, order, reshard)
+                if not reshard and one.spread == 1:
+                    continue
+                seat = tuple(one.group(cluster, *names) for names in (("expert",), ("shard",), ("replicate",), ("shard", "expert")))
+                found.setdefault((replicate, shard, expert, reshard, seat), one)
+    return list(found.values())
+
+
+def _orders(canonical: tuple[str, ...], *degrees: int) -> Iterator[tuple[str, ...]]:
+    """The canonical order first; axes of degree 1 stay where they are."""
+    wide = [axis for axis, degree in zip(canonical, degrees) if degree > 1]
+    narrow = [axis for axis in canonical if axis not in wide]
+    yield canonical
+    for order in permutations(wide):
+        if list(order) != wide:
+            yield (*order, *narrow)
+
+
+def sparse_candidates(workload: Workload, world: int, cluster: Cluster, only: Sequence[str] = ()) -> list[Sparse]:
+    """All strategies (of the names in ``only``, if any), groups, orders and cuts of the classes of tables, likewise."""
+    if not workload.tables:
+        return [Sparse("local", 1, world)]
+    classes = len(table_classes(workload.tables))
+    found: dict[object, Sparse] = {}
+
+    def add(one: Sparse) -> None:
+        if not only or one.strategy in only:
+            seat = one.group(cluster, "model"), one.group(cluster, "replica")
+            found.setdefault((one.strategy, one.exchange, one.schedule, one.cuts, seat), one)
+
+    add(Sparse("local", 1, world))
+    if world == 1:
+        return list(found.values())
+    rows_and_tables, all_kinds = ("row", "table"), ("row", "table", "column")
+    for cuts in product(all_kinds, repeat=classes):
+        add(Sparse("torchrec", world, 1, cuts=cuts))
+    for model in divisors(world):
+        replica = world // model
+        if replica == 1:
+            continue
+        for order in _orders(SPARSE_ORDER, replica, model):
+            for cuts in product(all_kinds, repeat=classes) if model > 1 else [("table",) * classes]:
+                add(Sparse("torchrec-2d", model, replica, order, "average", cuts=cuts))
+                add(Sparse("torchrec-2d", model, replica, order, "whole", "torchrec", cuts))
+            for cuts in product(rows_and_tables, repeat=classes) if model > 1 else [("table",) * classes]:
+                add(Sparse("gem-2d", model, replica, order, "touched", "article", cuts))
+                add(Sparse("gem-2d", model, replica, order, "whole", "article", cuts))
+                add(Sparse("gem-2d", model, replica, order, "whole", "torchrec", cuts))
+    return list(found.values())

@@ -1,0 +1,143 @@
+"""Predictions beside measured steps: a JSON list with one object a measurement.
+
+Each has ``world``, ``step_s`` and, where known, ``peak_memory_bytes``; ``parallel`` is the ``[parallel]`` section it ran with and
+``batch_size`` its samples a GPU, where they differ from the configuration's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, TypeAdapter
+from rich.table import Table
+
+from gem_core.config import Config, FrozenConfig, config_from_dict, resolve
+from gem_core.config.explain import Origin, validate
+from gem_core.config.load import plain
+from gem_core.errors import ConfigError
+from gem_parallel.plan.cluster import Cluster
+from gem_parallel.plan.search import Estimate, Space
+from gem_parallel.plan.settings import from_parallel
+from gem_parallel.plan.workload import Workload
+
+
+class Measurement(FrozenConfig):
+    """One measured run."""
+
+    world: int = Field(gt=0)
+    step_s: float = Field(gt=0, description="median step")
+    peak_memory_bytes: float | None = Field(None, gt=0)
+    batch_size: int | None = Field(None, gt=0)
+    parallel: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    measured: Measurement
+    predicted: Estimate
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured step, less 1."""
+        return self.predicted.seconds / self.measured.step_s - 1
+
+    @property
+    def predicted_bytes(self) -> float:
+        """Without what the context and the communication library hold, which no allocator reports."""
+        return self.predicted.memory.bytes - self.predicted.memory.at_peak["buffers"]
+
+    @property
+    def memory_error(self) -> float | None:
+        peak = self.measured.peak_memory_bytes
+        return None if peak is None else self.predicted_bytes / peak - 1
+
+
+def load_measurements(path: Path) -> list[Measurement]:
+    """:raises ConfigError: no such file, no JSON list, or a row with a wrong key or value."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise ConfigError(f"the measurements cannot be read: {fault.strerror}", where=str(path)) from None
+    except json.JSONDecodeError as fault:
+        raise ConfigError(f"not valid JSON: {fault.msg}", where=f"{path}:{fault.lineno}") from None
+    rows = TypeAdapter(list[dict[str, Any]]).validate_python(rows) if isinstance(rows, list) else None
+    if not rows:
+        raise ConfigError(
+            "measurements are a JSON list of objects", where=str(path), fix='[{"world": 4, "step_s": 0.12, "parallel": {...}}]'
+        )
+    return [validate(Measurement, row, (str(i),), Origin(str(path))) for i, row in enumerate(rows)]
+
+
+def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
+    """``cluster`` with the local MFU of each part that ``gemrec bench local`` measured (its JSON file); other parts keep theirs.
+
+    :raises ConfigError: no such result, or one of another kind of GPU.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        rows = {str(row["part"]): (row["forward_ms"] * 1e-3, row["total_ms"] * 1e-3, row["tflops"] * 1e12) for row in result["parts"]}
+        device = str(result["device"])
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise ConfigError(f"no result of `gemrec bench local`: {fault!r}", where=str(path), fix="pass its local-PRESET.json") from None
+    if cluster.gpu.name not in device.replace("-", " ").split():
+        raise ConfigError(
+            f"the parts were measured on {device!r}, and the cluster file describes {cluster.gpu.name!r}",
+            where=str(path),
+            fix="measure on the GPU of the cluster file, or correct gpu.name",
+        )
+    peak, flops = cluster.flops(workload.recipe), workload.part_flops()
+    mfu = cluster.gpu.mfu
+    forward, backward = dict(mfu.forward), dict(mfu.backward)
+    for part, (ahead, whole, rate) in rows.items():
+        there, back = flops.get(part, (0.0, 0.0))
+        if there and back and whole > ahead > 0:
+            forward[part] = min(1.0, rate * whole * there / (there + back) / ahead / peak)
+            backward[part] = min(1.0, rate * whole * back / (there + back) / (whole - ahead) / peak)
+    rates = mfu.model_copy(update={"forward": forward, "backward": backward})
+    return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"mfu": rates})})
+
+
+def compare(config: Config, workload: Workload, cluster: Cluster, measurements: list[Measurement]) -> list[Comparison]:
+    """Predict every measured run as it was configured."""
+    found = []
+    for row in measurements:
+        own = workload if row.batch_size is None else workload.with_batch(row.batch_size)
+        data = plain(config)
+        data["parallel"] = {**({} if row.parallel else data["parallel"]), **row.parallel}
+        found.append(Comparison(row, given(config_from_dict(data), own, cluster, row.world)[1]))
+    return found
+
+
+def given(config: Config, workload: Workload, cluster: Cluster, world: int) -> tuple[Space, Estimate]:
+    """The estimate of a configuration's own ``[parallel]`` section; where it leaves the cut of tables open, the fastest one's."""
+    resolved = resolve(config)
+    dense, choices = from_parallel(config, resolved.dense, resolved.sparse, workload, world)
+    space = Space.build(workload, cluster, world)
+    return space, min((space.estimate(dense, sparse) for sparse in choices), key=lambda e: e.seconds)
+
+
+def comparison_table(rows: list[Comparison]) -> Table:
+    table = Table(
+        "GPUs",
+        "arrangement",
+        "measured ms",
+        "predicted ms",
+        "error",
+        "measured GB",
+        "predicted GB",
+        "error",
+        title="Against measured steps",
+    )
+    for row in rows:
+        dense, sparse = row.predicted.dense, row.predicted.sparse
+        axes = ", ".join(f"{a} {d}" for a, d in (*dense.degrees().items(), *sparse.degrees().items()) if d > 1)
+        peak, error = row.measured.peak_memory_bytes, row.memory_error
+        table.add_row(
+            str(row.measured.world), f"{dense.strategy}, {sparse.strategy}: {axes or 'one GPU'}", f"{row.measured.step_s * 1e3:.1f}",
+            f"{row.predicted.seconds * 1e3:.1f}", f"{row.time_error:+.1%}", "-" if peak is None else f"{peak / 1e9:.1f}",
+            f"{row.predicted_bytes / 1e9:.1f}", "-" if error is None else f"{error:+.1%}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,188 @@
+"""A plan as tables for the terminal, as JSON, and as one line a rank."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER
+from gem_parallel.plan.explain import Rejected, cuts_text, efficiency, local_seconds, sparse_text, tiers_text
+from gem_parallel.plan.search import Estimate, Space
+from gem_parallel.plan.settings import to_parallel
+from gem_parallel.plan.simulate import Simulation
+
+COLLECTIVES = {
+    "expert": ("expert exchange",),
+    "shard": ("parameter gather", "gradient reduce-scatter"),
+    "replicate": ("gradient all-reduce",),
+    "model": ("ids all-to-all", "embedding all-to-all"),
+    "replica": ("table replicas",),
+}
+"""Which collectives run over which axis."""
+
+
+def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: dict[str, Estimate], fastest: Estimate) -> RenderableType:
+    """Tables: the axes on their tiers, the step's time, memory at its peak, efficiency against the baselines."""
+    parts: list[RenderableType] = [_headline(space, chosen, simulation), _axes(space, chosen), _time(space, chosen), _memory(space, chosen)]
+    parts.append(_efficiency(space, {"this plan": chosen, **baselines}))
+    if fastest is not chosen:
+        gain = chosen.seconds / fastest.seconds - 1
+        axes = ", ".join(f"{a} {d}" for a, d in (*fastest.dense.degrees().items(), *fastest.sparse.degrees().items()) if d > 1)
+        order = f"{', '.join(fastest.dense.order)}; {', '.join(fastest.sparse.order)}"
+        parts.append(
+            Text(f"Another order of ranks would be {gain:.1%} faster ({axes}; from inside: {order}), which the mesh cannot lay out.")
+        )
+    return Group(*parts)
+
+
+def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> RenderableType:
+    w, dense, sparse = space.workload, chosen.dense, chosen.sparse
+    samples = w.batch * space.world / chosen.seconds
+    lines = [
+        f"{w.name} under {w.recipe} on {space.world:,} of {space.cluster.gpus:,} {space.cluster.gpu.name} ({space.cluster.name}), "
+        f"{w.batch:,} samples a GPU",
+        f"dense {w.parameters:,} parameters by {dense.strategy}"
+        + ("" if dense.spread == 1 else ", layers freed after forward" if dense.reshard else ", layers kept gathered"),
+        f"tables {w.table_bytes / 1e9:,.1f} GB by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
+        f"step {chosen.seconds * 1e3:,.1f} ms ({simulation.seconds * 1e3:,.1f} ms simulated over all ranks, whose slowest computes "
+        f"{simulation.imbalance:.2f} x the mean), {samples:,.0f} samples/s",
+        f"memory {chosen.memory.bytes / 1e9:.1f} of {space.room / 1e9:.1f} GB at {chosen.memory.points[chosen.memory.peak][0]!r}",
+    ]
+    return Text("\n".join(lines) + "\n")
+
+
+def _axes(space: Space, chosen: Estimate) -> Table:
+    table = Table("axis", "degree", "neighbours are", "members", "collectives", "network ms", "exposed ms", title="Axes on tiers")
+    for axis in (*DENSE_ORDER, *SPARSE_ORDER):
+        owner: Any = chosen.dense if axis in DENSE_ORDER else chosen.sparse
+        degree = getattr(owner, axis)
+        stride = owner._strides[axis]
+        rows = [(what, *chosen.collectives[what]) for what in COLLECTIVES[axis] if what in chosen.collectives] if degree > 1 else []
+        network, exposed = ("\n".join(f"{row[i] * 1e3:.2f}" for row in rows) for i in (1, 2))
+        near = f"{stride:,} ranks apart" if degree > 1 else "-"
+        table.add_row(axis, f"{degree:,}", near, tiers_text(space, chosen, axis), "\n".join(row[0] for row in rows), network, exposed)
+    return table
+
+
+def _time(space: Space, chosen: Estimate) -> Table:
+    table = Table("part", "ms", "share", title="Time of a step (slowest rank)")
+    parts = {what + (" exposed" if what in chosen.collectives else ""): seconds for what, seconds in chosen.breakdown.items()}
+    mean = local_seconds(space)
+    parts["imbalance"] = max(0.0, parts["computation"] - mean)
+    parts["computation"] -= parts["imbalance"]
+    for what, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        table.add_row(what, f"{seconds * 1e3:.2f}", f"{seconds / chosen.seconds:.1%}")
+    table.caption = "computation: of a mean batch; imbalance: what the slowest rank's batch adds"
+    return table
+
+
+def _memory(space: Space, chosen: Estimate) -> Table:
+    peak = chosen.memory.at_peak
+    table = Table("memory", "GB at the peak", "share of the GPU", title="Memory of the fullest rank")
+    for what, size in sorted(peak.items(), key=lambda item: -item[1]):
+        table.add_row(what, f"{size / 1e9:.2f}", f"{size / space.room:.1%}")
+    return table
+
+
+def _efficiency(space: Space, plans: dict[str, Estimate]) -> Table:
+    table = Table("", "step ms", "samples/s", "MFU", "scaling ratio", "memory GB", "what is exposed most", title="Efficiency")
+    for name, estimate in plans.items():
+        eff = efficiency(space, estimate.seconds)
+        exposed = sorted(((b, what) for what, (_, b) in estimate.collectives.items() if b > 1e-3 * estimate.seconds), reverse=True)
+        size = estimate.memory.bytes / 1e9
+        table.add_row(
+            name, f"{estimate.seconds * 1e3:,.1f}", f"{space.workload.batch * space.world / estimate.seconds:,.0f}", f"{eff.step:.1%}",
+            f"{eff.scaling:.1%}", f"{size:.1f}" + (" (does not fit)" if estimate.memory.bytes > space.room else ""),
+            ", ".join(f"{what} {b * 1e3:.1f} ms" for b, what in exposed[:2]),
+        )  # fmt: skip
+    table.caption = f"local MFU {efficiency(space, local_seconds(space)).local:.1%}; scaling ratio: MFU of the step over it"
+    return table
+
+
+def explain_table(rejected: Sequence[Rejected]) -> Table:
+    table = Table("neighbour", "step ms", "memory GB", "why it lost", title="Neighbours of the plan")
+    for one in rejected:
+        table.add_row(one.changed, f"{one.estimate.seconds * 1e3:.2f}", f"{one.estimate.memory.bytes / 1e9:.1f}", one.why)
+    return table
+
+
+def prediction(space: Space, chosen: Estimate, simulation: Simulation, baselines: dict[str, Estimate]) -> dict[str, Any]:
+    """The ``[plan]`` section: numbers only, in s, bytes and shares."""
+    eff = efficiency(space, chosen.seconds)
+    return {
+        "cluster": space.cluster.name,
+        "gpu": space.cluster.gpu.name,
+        "world": space.world,
+        "step_s": chosen.seconds,
+        "simulated_step_s": simulation.seconds,
+        "samples_per_s": space.workload.batch * space.world / chosen.seconds,
+        "flops": space.workload.flops(),
+        "local_mfu": eff.local,
+        "mfu": eff.step,
+        "scaling_ratio": eff.scaling,
+        "breakdown_s": chosen.breakdown,
+        "collectives": {what: {"network_s": a, "exposed_s": b} for what, (a, b) in chosen.collectives.items()},
+        "memory_bytes": {**chosen.memory.at_peak, "total": chosen.memory.bytes, "at": chosen.memory.points[chosen.memory.peak][0]},
+        "ranks": {
+            "compute_s": _spread(simulation.compute),
+            "waiting_s": _spread(simulation.waiting),
+            "table_bytes": _spread(simulation.table_bytes),
+            "memory_bytes": _spread(simulation.memory),
+        },
+        "placement": {axis: tiers_text(space, chosen, axis) for axis in (*DENSE_ORDER, *SPARSE_ORDER)},
+        "baselines": {
+            name: {
+                "step_s": e.seconds,
+                "scaling_ratio": efficiency(space, e.seconds).scaling,
+                "memory_bytes": e.memory.bytes,
+                "fits": e.memory.bytes <= space.room,
+                "breakdown_s": e.breakdown,
+            }
+            for name, e in baselines.items()
+        },
+    }
+
+
+def _spread(values: Any) -> dict[str, float]:
+    return {
+        "min": float(np.min(values)),
+        "mean": float(np.mean(values)),
+        "p99": float(np.quantile(values, 0.99)),
+        "max": float(np.max(values)),
+    }
+
+
+def configuration(plain: dict[str, Any], space: Space, chosen: Estimate, predicted: dict[str, Any]) -> dict[str, Any]:
+    """The user's configuration with the planned ``[parallel]`` section and the prediction beside it: what ``gemrec train`` takes."""
+    kept = {key: value for key, value in plain.get("parallel", {}).items() if key == "timeout_s"}
+    return {**plain, "parallel": {**kept, **to_parallel(chosen.dense, chosen.sparse, space.workload)}, "plan": predicted}
+
+
+def write_ranks(path: Path, space: Space, chosen: Estimate, simulation: Simulation) -> None:
+    """One line a rank: where it is, its coordinates, what it computes, how long it waits, what it holds."""
+    tiers = [f"{tier.name} domain" for tier in space.cluster.tiers]
+    axes = (*DENSE_ORDER, *SPARSE_ORDER)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        write = csv.writer(file)
+        write.writerow(["rank", *tiers, *axes, "events", "compute_s", "waiting_s", "table_bytes", "memory_bytes"])
+        for rank in range(space.world):
+            domains = [rank // size for size in space.cluster.domains]
+            places = []
+            for axis in axes:
+                owner: Any = chosen.dense if axis in DENSE_ORDER else chosen.sparse
+                places.append(rank // owner._strides[axis] % getattr(owner, axis))
+            numbers = (simulation.compute, simulation.waiting, simulation.table_bytes, simulation.memory)
+            write.writerow([rank, *domains, *places, int(simulation.events[rank]), *(f"{float(values[rank]):.6g}" for values in numbers)])
+
+
+def show(*parts: RenderableType) -> None:
+    console = Console(soft_wrap=False)
+    for part in parts:
+        console.print(part)

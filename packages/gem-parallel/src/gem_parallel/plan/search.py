@@ -1,0 +1,238 @@
+"""The fastest candidate that fits: every pair of a dense and a sparse arrangement, with bounds that spare most of them a simulation.
+
+A step can be no faster than with the dense collectives alone or with the tables alone. Both are simulated for every arrangement of one
+side; pairs are then taken in the order of their bounds, until no bound is below the best time found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gem_core.errors import ConfigError
+from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, dense_candidates, sparse_candidates
+from gem_parallel.plan.cluster import Cluster
+from gem_parallel.plan.engine import Op, Trace, run
+from gem_parallel.plan.memory import Memory, dense_memory, step_memory, table_memory, table_points
+from gem_parallel.plan.program import UnitTimes, compute_times, slowest, step
+from gem_parallel.plan.workload import Workload
+
+MARGIN = 0.9
+"""Bounds count this share of what communication adds: where links are shared, one more collective can free the way for another."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One candidate: ``seconds`` of a step (of the rank that computes longest, all others waiting for it) and ``memory`` of the busiest."""
+
+    dense: Dense
+    sparse: Sparse
+    memory: Memory
+    ops: tuple[Op, ...] = field(repr=False)
+    trace: Trace = field(repr=False)
+
+    @cached_property
+    def seconds(self) -> float:
+        return float(self.trace.step)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Where the step's time goes: computation, its slow-down by collectives, and each kind of collective as far as it is exposed."""
+        found: dict[str, float] = {}
+        before = self._before()
+
+        def add(what: str, seconds: float) -> None:
+            if seconds > 0:
+                found[what] = found.get(what, 0.0) + seconds
+
+        def waited(since: float, until: float, last: int) -> None:
+            """Time in which nothing was computed, for the chain of collectives that ended with ``last``."""
+            now, at = until, last
+            while now > since:
+                begin = max(since, self.trace.start[at])
+                add(self.ops[at].what, now - begin)
+                now = begin
+                earlier = [k for k in before[at] if self.trace.end[k] > since]
+                if not earlier:
+                    add(self.ops[at].what, now - since)
+                    return
+                at = max(earlier, key=lambda k: self.trace.end[k])
+
+        free = 0.0
+        for i, op in enumerate(self.ops):
+            if op.cost is None:
+                if self.trace.start[i] > free:
+                    waited(free, self.trace.start[i], max(op.after, key=lambda k: self.trace.end[k]))
+                add(op.what, float(op.seconds))
+                add("contention", self.trace.stretch[i])
+                free = self.trace.end[i]
+        if self.seconds > free:
+            waited(free, self.seconds, max(range(len(self.ops)), key=lambda k: self.trace.end[k]))
+        return found
+
+    def _before(self) -> list[list[int]]:
+        """What each operation waits for: its dependencies and the operation before it in its stream."""
+        last: dict[str, int] = {}
+        found = []
+        for i, op in enumerate(self.ops):
+            found.append([*op.after, *([last[op.stream]] if op.stream in last else [])])
+            last[op.stream] = i
+        return found
+
+    @cached_property
+    def collectives(self) -> dict[str, tuple[float, float]]:
+        """Of each kind of collective: seconds on the network, and seconds of these that computation waits for."""
+        exposed = self.breakdown
+        found: dict[str, float] = {}
+        for i, op in enumerate(self.ops):
+            if op.cost is not None:
+                found[op.what] = found.get(op.what, 0.0) + self.trace.end[i] - self.trace.start[i]
+        return {what: (total, min(total, exposed.get(what, 0.0))) for what, total in found.items()}
+
+
+@dataclass
+class Space:
+    """All candidates of one workload on one cluster, and what they cost."""
+
+    workload: Workload
+    cluster: Cluster
+    world: int
+    times: tuple[UnitTimes, ...]
+    events: float
+    dense: list[Dense]
+    sparse: list[Sparse]
+    evaluated: int = 0
+    _dense_memory: dict[Dense, list[tuple[str, dict[str, float]]]] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, workload: Workload, cluster: Cluster, world: int, *, sparse: Sequence[str] = (), seed: int = 0) -> Space:
+        """:param sparse: names of the sparse strategies to consider; none: all."""
+        cluster.check_world(world)
+        lengths = workload.draw(world, seed)
+        _, times = slowest(compute_times(workload, cluster, lengths))
+        events = float(sum(values.sum(-1).max() for name, values in lengths.items() if name))
+        space = cls(workload, cluster, world, times, events, [], [])
+        space.dense = dense_candidates(workload, world, cluster)
+        space.sparse = sparse_candidates(workload, world, cluster, sparse)
+        return space
+
+    @property
+    def compute(self) -> float:
+        """Seconds that the slowest rank computes."""
+        return float(sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in self.times))
+
+    @property
+    def room(self) -> float:
+        return self.cluster.gpu.memory_gb * 1e9
+
+    def dense_memory(self, dense: Dense) -> list[tuple[str, dict[str, float]]]:
+        if dense not in self._dense_memory:
+            self._dense_memory[dense] = dense_memory(self.workload, self.cluster, dense, self.events)
+        return self._dense_memory[dense]
+
+    def memory(self, dense: Dense, sparse: Sparse) -> Memory:
+        return step_memory(self.dense_memory(dense), table_memory(self.workload, sparse), self.cluster)
+
+    def peaks(self) -> NDArray[np.float64]:
+        """Peak memory of every pair, ``[dense, sparse]`` bytes."""
+        names = [name for name, _ in self.dense_memory(self.dense[0])]
+        ours = np.array([[sum(amounts.values()) for _, amounts in self.dense_memory(d)] for d in self.dense])
+        theirs = np.array([table_points(names, table_memory(self.workload, s)) for s in self.sparse])
+        return np.array([(row + theirs).max(1) for row in ours]) + self.cluster.gpu.reserved_gb * 1e9
+
+    def estimate(self, dense: Dense, sparse: Sparse) -> Estimate:
+        self.evaluated += 1
+        ops = step(self.workload, self.cluster, self.times, dense, sparse)
+        return Estimate(dense, sparse, self.memory(dense, sparse), tuple(ops), run(ops, slowdown=self.cluster.collectives.slowdown))
+
+    def bound(self, dense: Dense | None, sparse: Sparse | None) -> float:
+        """Seconds of a step in which only one side communicates."""
+        return float(run(step(self.workload, self.cluster, self.times, dense, sparse), slowdown=self.cluster.collectives.slowdown).step)
+
+
+def rank_key(estimate: Estimate) -> tuple[float, int, int]:
+    """Faster first; among equals what can run, then what needs fewer axes and collectives."""
+    dense, sparse = estimate.dense, estimate.sparse
+    plain = sum(d > 1 for d in (*dense.degrees().values(), *sparse.degrees().values())) + (not dense.reshard)
+    return float(f"{estimate.seconds:.5g}"), not (dense.runnable and sparse.runnable), plain
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``best``: the fastest that fits, in any order of the axes; ``runnable``: the fastest that fits and that the mesh can lay out.
+
+    They are the same object unless an order that cannot be run is faster.
+    """
+
+    space: Space
+    best: Estimate
+    runnable: Estimate
+
+
+def plan(space: Space, *, exhaustive: bool = False) -> Plan:
+    """Search ``space``. ``exhaustive`` simulates every pair that fits.
+
+    :raises ConfigError: nothing fits; the message names the least that is missing and the largest batch that would do.
+    """
+    alone = space.compute
+    dense_bounds = [space.bound(d, None) for d in space.dense]
+    sparse_bounds = [space.bound(None, s) for s in space.sparse]
+    fitting = [
+        (alone + MARGIN * (max(dense_bounds[i], sparse_bounds[j]) - alone), space.dense[i], space.sparse[j])
+        for i, j in zip(*np.nonzero(space.peaks() <= space.room))
+    ]
+    if not fitting:
+        raise _too_large(space)
+    fitting.sort(key=lambda item: item[0])
+    best: Estimate | None = None
+    runnable: Estimate | None = None
+    for lower, d, s in fitting:
+        runs = d.runnable and s.runnable
+        if not exhaustive:
+            good = runnable if runs else best
+            if runnable and best and lower > max(best.seconds, runnable.seconds):
+                break
+            if good and lower > good.seconds:
+                continue
+        found = space.estimate(d, s)
+        if best is None or rank_key(found) < rank_key(best):
+            best = found
+        if runs and (runnable is None or rank_key(found) < rank_key(runnable)):
+            runnable = found
+    assert best is not None
+    if runnable is None:
+        raise ConfigError("no arrangement that the mesh can lay out fits", where="--world", fix="start more processes, or a smaller batch")
+    if rank_key(runnable)[0] <= rank_key(best)[0]:
+        best = runnable
+    return Plan(space, best, runnable)
+
+
+def _too_large(space: Space) -> ConfigError:
+    def least(batch: int) -> Memory:
+        other = Space(
+            space.workload.with_batch(batch), space.cluster, space.world, space.times, space.events * batch / space.workload.batch,
+            space.dense, space.sparse,
+        )  # fmt: skip
+        return min((other.memory(d, s) for d in _leanest(other.dense) for s in space.sparse), key=lambda m: m.bytes)
+
+    needed, room = least(space.workload.batch), space.room
+    batch = space.workload.batch
+    while batch and least(batch).bytes > room:
+        batch //= 2
+    parts = ", ".join(f"{what} {size / 1e9:.1f}" for what, size in needed.at_peak.items() if size >= 5e7)
+    fix = f"set data.batch_size = {batch} or less, or " if batch else ""
+    return ConfigError(
+        f"nothing fits: the leanest arrangement of {space.world} GPUs needs {needed.bytes / 1e9:.1f} GB of {room / 1e9:.1f} GB "
+        f"(GB: {parts}; at {needed.points[needed.peak][0]!r})",
+        where=f"--world {space.world}, data.batch_size = {space.workload.batch}",
+        fix=f"{fix}start more processes, or plan for GPUs with more memory",
+    )
+
+
+def _leanest(dense: Sequence[Dense]) -> list[Dense]:
+    top = max(d.spread for d in dense)
+    return [d for d in dense if d.spread == top and d.reshard and d.order == DENSE_ORDER] or list(dense)

@@ -7,6 +7,7 @@ are typed as TOML types them: nothing is converted from text.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class ResolvedConfig:
 
 
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
-    """Read ``path`` (None: all defaults) and apply ``overrides``.
+    """Read ``path`` (TOML, or JSON where its name ends so; None: all defaults) and apply ``overrides``.
 
     :param overrides: ``{"train.steps": 100}``, or texts ``"train.steps=100"`` whose value is written as in TOML; a value that is no TOML
         is taken as a string.
@@ -61,8 +62,10 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     origin = Origin()
     if path is not None:
         text = _read(Path(path))
-        data = _parse(text, str(path))
-        origin = Origin.of_text(text, str(path))
+        if Path(path).suffix == ".json":
+            data, origin = _parse_json(text, str(path)), Origin(str(path))
+        else:
+            data, origin = _parse(text, str(path)), Origin.of_text(text, str(path))
     for key, value, label in _overrides(overrides):
         _assign(data, key, value, label)
         origin.override(key, label)
@@ -227,6 +230,16 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         what = f"a key or table is defined twice: {message}" if duplicate else f"not valid TOML: {message}"
         fix = "keep one of the two" if duplicate else "strings need quotes, true and false are lower case, a table header is [a.b]"
         raise ConfigError(what, where=where, fix=fix) from None
+
+
+def _parse_json(text: str, name: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as fault:
+        raise ConfigError(f"not valid JSON: {fault.msg}", where=f"{name}:{fault.lineno} (column {fault.colno})") from None
+    if not isinstance(data, dict):
+        raise ConfigError("a configuration is a JSON object with a key for each section", where=name)
+    return data
 
 
 def _overrides(overrides: Overrides) -> Iterable[tuple[tuple[str, ...], Any, str]]:

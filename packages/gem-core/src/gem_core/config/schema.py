@@ -172,6 +172,9 @@ class Config(FrozenConfig):
     parallel: Parallel = Parallel()
     train: Train = Train()
     eval: Eval = Eval()
+    plan: dict[str, Any] = Field(
+        default_factory=dict, description="what a planner predicted for this file; kept with the run, else not read"
+    )
 
     @property
     def origin(self) -> Origin:

@@ -22,3 +22,16 @@ class TestTouchedTables(StrategyConformance):
 class TestWithoutReplicas(StrategyConformance):
     parallel: ClassVar = {"dense": "ddp", "sparse": "gem-2d", "gem-2d": {"sharding": "table"}}
     worlds = (3,)
+
+
+class TestFbgemm(StrategyConformance):
+    """FBGEMM's kernels in one process."""
+
+    parallel: ClassVar = {"sparse": "fbgemm"}
+    worlds = (1,)
+    model: ClassVar = {"name": "gem", "layers": 1, "dim": 8, "embedding_dim": 8}
+
+    @staticmethod
+    def scenarios(world):
+        found = StrategyConformance.scenarios(2)
+        return {name: [[(sum(cut),) for cut in micro] for micro in steps] for name, steps in found.items()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gem_core.batch import SparseGroup
 from gem_core.model.contract import TableSet
 from gem_parallel.sparse.need import need
+from gem_parallel.sparse.torchrec_tables import kernels_of
 
 
 class Bags(nn.Module):
@@ -76,12 +77,8 @@ def torchrec_module(tables: TableSet, kind: str, model: int, lr: float, eps: flo
 def fill(module: nn.Module, tables: TableSet, rows_of: Callable[[int, Tensor], Tensor]) -> None:
     """Give every table on this rank the values ``rows_of(table number, rows)``."""
     numbers = {t.name: i for i, t in enumerate(tables.tables)}
-    for part in module.modules():
-        held = getattr(part, "_config", None)
-        kernel = getattr(part, "_emb_module", None)
-        if held is None or kernel is None:
-            continue
-        for config, weight in zip(held.embedding_tables, kernel.split_embedding_weights()):
+    for kernel, configs in kernels_of(module):
+        for config, weight in zip(configs, kernel.split_embedding_weights()):
             for first in range(0, weight.shape[0], 1 << 18):
                 rows = torch.arange(first, min(first + (1 << 18), weight.shape[0]), device=weight.device)
                 weight[first : first + rows.numel()] = rows_of(numbers[config.name], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from gem_core.hookspecs import StrategySpec
@@ -13,9 +14,15 @@ from gem_parallel.sparse import config as options
 def specs() -> list[StrategySpec]:
     """What gem-parallel offers; nothing of TorchRec or FBGEMM is imported before a strategy that needs it is built."""
 
-    def gem_2d(tables: TableSet, mesh: Mesh, config: options.Gem2dConfig) -> Any:
-        from gem_parallel.sparse.twod import build_gem_2d
+    def built(module: str, function: str) -> Any:
+        def build(tables: TableSet, mesh: Mesh, config: Any) -> Any:
+            return getattr(import_module(f"gem_parallel.sparse.{module}"), function)(tables, mesh, config)
 
-        return build_gem_2d(tables, mesh, config)
+        return build
 
-    return [StrategySpec("gem-2d", options.Gem2dConfig, gem_2d)]
+    return [
+        StrategySpec("gem-2d", options.Gem2dConfig, built("twod", "build_gem_2d")),
+        StrategySpec("fbgemm", options.FbgemmConfig, built("twod", "build_fbgemm")),
+        StrategySpec("torchrec", options.TorchrecConfig, built("torchrec_tables", "build_torchrec")),
+        StrategySpec("torchrec-2d", options.Torchrec2dConfig, built("torchrec_tables", "build_torchrec_2d")),
+    ]

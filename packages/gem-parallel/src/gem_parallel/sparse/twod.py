@@ -30,15 +30,30 @@ from gem_core.errors import ConfigError
 from gem_core.model.contract import Shards, TableSet
 from gem_core.train.mesh import Mesh
 from gem_parallel.sparse.comm import Axes, axes
-from gem_parallel.sparse.config import Gem2dConfig
+from gem_parallel.sparse.config import FbgemmConfig, Gem2dConfig
 from gem_parallel.sparse.engines import DTYPES, build_engine, engine_for
 from gem_parallel.sparse.exchange import Asked, Reads, Routes, Sizes
-from gem_parallel.sparse.initial import fill
+from gem_parallel.sparse.initial import draw
 from gem_parallel.sparse.layout import arrange
 from gem_parallel.sparse.place import placed
 from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
 from gem_parallel.sparse.touched import TouchedExchange, Wanted
 from gem_parallel.sparse.units import Slot, TouchedUnit, WholeUnit
+
+
+def build_fbgemm(tables: TableSet, mesh: Mesh, config: FbgemmConfig) -> nn.Module:
+    """All tables in one process, read and updated by FBGEMM's kernels.
+
+    :raises ConfigError: several processes.
+    """
+    if mesh.world > 1:
+        raise ConfigError(
+            f'sparse = "fbgemm" keeps all tables in one process, and {mesh.world} were started',
+            where="parallel.sparse",
+            fix='use sparse = "gem-2d" or "torchrec"',
+        )
+    device = torch.empty(0).device
+    return Tables2d(tables, axes(mesh, device), Gem2dConfig(kernel="fbgemm", **dict(config)), "fbgemm")
 
 
 def build_gem_2d(tables: TableSet, mesh: Mesh, config: Gem2dConfig) -> nn.Module:
@@ -72,9 +87,9 @@ class Tables2d(nn.Module):
 
     optimizer_in_backward = True
 
-    def __init__(self, tables: TableSet, where: Axes, config: Gem2dConfig) -> None:
+    def __init__(self, tables: TableSet, where: Axes, config: Gem2dConfig, strategy: str = "gem-2d") -> None:
         super().__init__()
-        self.table_set, self.axes, self.config = tables, where, config
+        self.table_set, self.axes, self.config, self.strategy = tables, where, config, strategy
         self.whole = config.exchange == "whole"
         if not self.whole and config.schedule != "article":
             raise ConfigError(
@@ -84,13 +99,13 @@ class Tables2d(nn.Module):
             )
         own_state = self.whole and where.replica > 1
         self.options = RowwiseOptions(scale=config.momentum_scale or (float(where.replica) if own_state else 1.0))
-        options = placed(tables, config, "gem-2d", where)
+        options = placed(tables, config, strategy, where)
         for name, option in options.items():
             if option.sharding in ("column", "data") or option.ids == "zch" or (own_state and option.placement != "hbm"):
                 raise ConfigError(
-                    f"gem-2d cuts tables by rows and reads plain ids; table {name!r} asks for {option.model_dump()}"
+                    f"{strategy} cuts tables by rows and reads plain ids; table {name!r} asks for {option.model_dump()}"
                     + (', and only exchange = "touched" keeps rows outside of device memory' if option.placement != "hbm" else ""),
-                    where=f"parallel.gem-2d.tables.{name}",
+                    where=f"parallel.{strategy}.tables.{name}",
                     fix='use sparse = "torchrec" for column-wise, data-parallel and collision-managed tables',
                 )
         self.chunks = config.chunks if self.whole else 1
@@ -123,11 +138,11 @@ class Tables2d(nn.Module):
         generator = torch.Generator(self.axes.device)
         generator.manual_seed(0)
         for table in tables.tables:
-            parts = []
+            whole = draw(table, self.axes.device)
             for piece, unit in self._held(table.name):
                 first, last = piece.rows_of(self.axes.replica_rank)
-                parts.append((first, last, unit.weight[piece.base : piece.base + last - first]))
-            fill(table, parts, self.axes.device, lambda rows, dtype: rounded(rows, dtype, generator))
+                rows = unit.weight[piece.base : piece.base + last - first]
+                rows.copy_(rounded(whole[first:last], rows.dtype, generator))
         for unit in (*self.whole_units, *self.touched_units):
             unit.accumulator.zero_()
 
@@ -326,7 +341,7 @@ class Tables2d(nn.Module):
         layout, axes = self.layout, self.axes
         stored = sum(u.rows * (u.dim * DTYPES[u.dtype].itemsize + 4) for u in layout.units[axes.model_rank])
         lines = [
-            f"tables: gem-2d, model {axes.model} x replica {axes.replica}, exchange {self.config.exchange}, "
+            f"tables: {self.strategy}, model {axes.model} x replica {axes.replica}, exchange {self.config.exchange}, "
             f"schedule {self.config.schedule}, kernel {self.kernel}, momentum scale {self.options.scale:g}",
             f"tables: {stored / 2**20:.1f} MiB stored on this rank in {len(layout.units[axes.model_rank])} units",
         ]

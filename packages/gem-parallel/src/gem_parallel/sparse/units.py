@@ -35,8 +35,6 @@ class WholeUnit:
     def __init__(self, unit: Unit, engine: Engine, axes: Axes, chunks: int) -> None:
         self.unit, self.engine, self.axes, self.chunks = unit, engine, axes, chunks
         self.dtype, device = DTYPES[unit.dtype], axes.device
-        self.weight = torch.zeros(unit.rows, unit.dim, dtype=self.dtype, device=device)
-        self.accumulator = torch.zeros(unit.rows, device=device)
         self.generator = torch.Generator(device)
         self.generator.manual_seed(torch.initial_seed() % 2**63)
         self.slot: Slot | None = None
@@ -44,9 +42,11 @@ class WholeUnit:
         self._arrived: Any = None
         self.alone = axes.replica == 1
         if self.alone:
-            engine.bind(self.weight, self.accumulator)
+            self.weight, self.accumulator = engine.weight, engine.accumulator
         else:
             engine.bind(None, None)
+            self.weight = torch.zeros(unit.rows, unit.dim, dtype=self.dtype, device=device)
+            self.accumulator = torch.zeros(unit.rows, device=device)
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,571 @@
+"""The sparse strategies ``torchrec`` and ``torchrec-2d``: TorchRec's sharded collections behind the core's contract of tables.
+
+Tables that are only read pooled form an EmbeddingBagCollection; those that some feature reads event by event, an EmbeddingCollection for
+each width, whose pooled readers are summed where the rows arrive (TorchRec cannot share a table between the two). Bags are sums; means are
+divided on the asking rank. Collision-managed tables form collections of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gem_core.batch import SparseGroup
+from gem_core.config.schema import TableOptimizer
+from gem_core.errors import BatchError, ConfigError, DataError, DeviceError
+from gem_core.jagged import lengths_to_offsets
+from gem_core.model.contract import Lookup, Shards, TableSet
+from gem_core.train.mesh import Mesh
+from gem_parallel.sparse.config import TableOptions, Torchrec2dConfig, TorchrecConfig
+from gem_parallel.sparse.engines import DTYPES
+from gem_parallel.sparse.initial import draw
+from gem_parallel.sparse.layout import BYTES
+from gem_parallel.sparse.need import need
+from gem_parallel.sparse.place import placed
+from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
+
+KERNELS = {"hbm": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
+Box = tuple[tuple[int, ...], Tensor]
+
+
+def build_torchrec(tables: TableSet, mesh: Mesh, config: TorchrecConfig) -> nn.Module:
+    """Tables sharded over all ranks by TorchRec.
+
+    :raises DeviceError: TorchRec or FBGEMM cannot be imported, or there is no process group.
+    :raises ConfigError: replicas are asked for.
+    """
+    if mesh.replica != 1:
+        raise ConfigError(
+            f"torchrec shards every table over all ranks, and parallel.replica = {mesh.replica} asks for replicas",
+            where="parallel.replica",
+            fix='set replica = 1, or sparse = "gem-2d" or "torchrec-2d"',
+        )
+    return TorchrecTables(tables, mesh, config, "torchrec")
+
+
+def build_torchrec_2d(tables: TableSet, mesh: Mesh, config: Torchrec2dConfig) -> nn.Module:
+    """TorchRec's DMPCollection, which exists for CUDA only.
+
+    :raises DeviceError: the device is another one.
+    """
+    device = torch.empty(0).device
+    if device.type != "cuda":
+        raise DeviceError(
+            f"TorchRec's DMPCollection runs on CUDA only, and the device is {device.type}",
+            where="parallel.sparse",
+            fix='use sparse = "gem-2d", which has the same arrangement on the CPU',
+        )
+    if mesh.replica == 1:
+        raise ConfigError(
+            "torchrec-2d needs at least two replicas", where="parallel.replica", fix='set replica (and model), or sparse = "torchrec"'
+        )
+    return TorchrecTables(tables, mesh, config, "torchrec-2d")
+
+
+class _Collections(nn.Module):
+    """The collections as children, so that TorchRec finds them by name."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.names = tuple(parts)
+
+    def forward(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: getattr(self, name)(features[name]) for name in self.names}
+
+
+class TorchrecTables(nn.Module):
+    """See the module's text. The sharded module is kept outside of this module's parameters: `state_items` tells the state."""
+
+    optimizer_in_backward = True
+
+    def __init__(self, tables: TableSet, mesh: Mesh, config: TorchrecConfig, strategy: str) -> None:
+        super().__init__()
+        need("torchrec", strategy)
+        self.table_set, self.mesh, self.config = tables, mesh, config
+        self.device = torch.empty(0).device
+        if not dist.is_initialized():
+            raise DeviceError(
+                "TorchRec needs a process group, even for one process", fix="start with torchrun (--nproc-per-node 1 for one process)"
+            )
+        self.options = placed(tables, config, strategy)
+        self.optimizer = RowwiseOptions()
+        self.alias = {t.name: f"t{i}" for i, t in enumerate(tables.tables)}
+        self.steps = 0
+        parts, self.reads = self._collections()
+        holder = _Collections(parts)
+        sharders = self._sharders()
+        ranks = mesh.model
+        self.plan = self._plan(holder, sharders, ranks)
+        names = {a: n for n, a in self.alias.items()}
+        self.lines = _plan_lines(self.plan, names)
+        self.columns = {
+            name: self.config.column_parts if self.config.sharding != "planner" else len(sharding.ranks)
+            for part in self.plan.plan.values()
+            for alias, sharding in part.items()
+            for name in [names[alias]]
+            if sharding.sharding_type == "column_wise"
+        }
+        self.means: dict[str, Tensor] = {}
+        with _generators_kept(self.device):
+            self._module = [self._distribute(holder, sharders)]
+        replicated = {names[a] for part in self.plan.plan.values() for a, s in part.items() if s.sharding_type == "data_parallel"}
+        self.replicated = self._replicated(names, replicated)
+        self.replicated_accumulators = {n: torch.zeros(w.shape[0], device=self.device) for n, w in self.replicated.items()}
+        self._fill()
+
+    # Building
+
+    def _replicated(self, names: Mapping[str, str], wanted: set[str]) -> dict[str, Tensor]:
+        """The parameters of data-parallel tables, whose gradients TorchRec averages over the ranks."""
+        found = {}
+        for key, parameter in self._module[0].named_parameters():
+            alias = key.rpartition(".")[0].rpartition(".")[2]
+            if names.get(alias) in wanted:
+                found[names[alias]] = parameter
+        assert set(found) == wanted
+        return found
+
+    def _collections(self) -> tuple[dict[str, nn.Module], dict[str, list[Lookup]]]:
+        configs = need("torchrec.modules.embedding_configs", "this strategy")
+        modules = need("torchrec.modules.embedding_modules", "this strategy")
+        types = {"fp32": configs.DataType.FP32, "fp16": configs.DataType.FP16, "bf16": configs.DataType.BF16}
+        groups: dict[str, list[str]] = {}
+        for t in self.table_set.tables:
+            pooled = all(k.pooling != "none" for k in self.table_set.lookups if k.table == t.name)
+            kind = "bags" if pooled else f"events{t.dim}"
+            kind = f"zch_{kind}" if self.options[t.name].ids == "zch" else kind
+            groups.setdefault(kind, []).append(t.name)
+        parts: dict[str, nn.Module] = {}
+        reads: dict[str, list[Lookup]] = {}
+        for name, members in groups.items():
+            specs = [self.table_set.table(m) for m in members]
+            common = [
+                {
+                    "name": self.alias[t.name],
+                    "embedding_dim": t.dim,
+                    "num_embeddings": t.rows,
+                    "feature_names": [k.key for k in self.table_set.lookups if k.table == t.name],
+                    "data_type": types[self.options[t.name].dtype or "fp32"],
+                }
+                for t in specs
+            ]
+            meta = torch.device("meta")
+            if "bags" in name:
+                tables = [configs.EmbeddingBagConfig(pooling=configs.PoolingType.SUM, **c) for c in common]
+                part = modules.EmbeddingBagCollection(tables=tables, is_weighted=self.config.weighted, device=meta)
+            else:
+                part = modules.EmbeddingCollection(tables=[configs.EmbeddingConfig(**c) for c in common], device=meta)
+            parts[name] = self._managed(part) if name.startswith("zch") else part
+            reads[name] = [k for t in specs for k in self.table_set.lookups if k.table == t.name]
+        return parts, reads
+
+    def _managed(self, part: Any) -> nn.Module:
+        """``part`` with ids managed by TorchRec: every id gets a row of its own; the least used rows are taken back."""
+        collisions = need("torchrec.modules.mc_modules", 'ids = "zch"')
+        embedding = need("torchrec.modules.mc_embedding_modules", 'ids = "zch"')
+        bags = hasattr(part, "embedding_bag_configs")
+        configs = part.embedding_bag_configs() if bags else part.embedding_configs()
+        managed = {
+            c.name: collisions.MCHManagedCollisionModule(
+                zch_size=c.num_embeddings,
+                device=self.device,
+                eviction_policy=collisions.DistanceLFU_EvictionPolicy(),
+                eviction_interval=self.config.zch_interval,
+            )
+            for c in configs
+        }
+        collection = collisions.ManagedCollisionCollection(managed_collision_modules=managed, embedding_configs=configs)
+        kind = embedding.ManagedCollisionEmbeddingBagCollection if bags else embedding.ManagedCollisionEmbeddingCollection
+        return kind(part, collection)  # type: ignore[no-any-return]
+
+    def _sharders(self) -> list[Any]:
+        optimizers = need("fbgemm_gpu.split_embedding_configs", "this strategy").EmbOptimType
+        common = need("fbgemm_gpu.split_table_batched_embeddings_ops_common", "this strategy")
+        fused = {
+            "optimizer": optimizers.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": self.optimizer.lr,
+            "eps": self.optimizer.eps,
+            "cache_load_factor": self.config.cache_fraction,
+            "bounds_check_mode": common.BoundsCheckMode.FATAL,
+        }
+        bag = need("torchrec.distributed.embeddingbag", "this strategy").EmbeddingBagCollectionSharder(fused_params=fused)
+        event = need("torchrec.distributed.embedding", "this strategy").EmbeddingCollectionSharder(fused_params=fused)
+        sharders = [bag, event]
+        if any(o.ids == "zch" for o in self.options.values()):
+            managed = need("torchrec.distributed.mc_modules", 'ids = "zch"').ManagedCollisionCollectionSharder()
+            bags = need("torchrec.distributed.mc_embeddingbag", 'ids = "zch"')
+            events = need("torchrec.distributed.mc_embedding", 'ids = "zch"')
+            sharders.append(bags.ManagedCollisionEmbeddingBagCollectionSharder(bag, managed))
+            sharders.append(events.ManagedCollisionEmbeddingCollectionSharder(event, managed))
+        return sharders
+
+    def _plan(self, holder: _Collections, sharders: list[Any], ranks: int) -> Any:
+        types = need("torchrec.distributed.types", "this strategy")
+        if self.config.sharding == "planner":
+            return self._planned(holder, sharders, ranks)
+        plans = need("torchrec.distributed.sharding_plan", "this strategy")
+        held = [0.0] * ranks
+        found = {}
+        names = {a: n for n, a in self.alias.items()}
+        for name in holder.names:
+            part = getattr(holder, name)
+            sharder = next(s for s in sharders if isinstance(part, s.module_type) and type(part) is s.module_type)
+            ways = {}
+            for alias in sharder.shardable_parameters(part):
+                table = self.table_set.table(names[alias])
+                option = self.options[table.name]
+                kernel = KERNELS[option.placement or "hbm"]
+                how = "row" if option.ids == "zch" else (option.sharding or self.config.sharding)
+                size = table.rows * table.dim * BYTES[option.dtype or "fp32"]
+                if how == "auto":
+                    how = "row" if size > sum(held) / ranks and table.rows >= ranks else "table"
+                if how == "row":
+                    ways[alias] = plans.row_wise(compute_kernel=kernel)
+                elif how == "column":
+                    ways[alias] = plans.column_wise(
+                        ranks=_columns(table.dim, self.config.column_parts, ranks, table.name), compute_kernel=kernel
+                    )
+                elif how == "data":
+                    ways[alias] = plans.data_parallel()
+                else:
+                    rank = min(range(ranks), key=lambda r: (held[r], r))
+                    held[rank] += size
+                    ways[alias] = plans.table_wise(rank=rank, compute_kernel=kernel)
+            found[name] = plans.construct_module_sharding_plan(
+                part, ways, sharder=sharder, local_size=self._local(ranks), world_size=ranks, device_type=self.device.type
+            )
+        return types.ShardingPlan(plan=found)
+
+    def _planned(self, holder: _Collections, sharders: list[Any], ranks: int) -> Any:
+        planner = need("torchrec.distributed.planner", "this strategy")
+        kinds = need("torchrec.distributed.planner.types", "this strategy")
+        words = {"row": "row_wise", "table": "table_wise", "column": "column_wise", "data": "data_parallel"}
+        constraints = {}
+        for name, option in self.options.items():
+            ways = [words[option.sharding]] if option.sharding in words else ["table_wise", "row_wise"]
+            ways = ["row_wise"] if option.ids == "zch" else ways
+            kernels = ["dense"] if ways == ["data_parallel"] else [KERNELS[option.placement or "hbm"]]
+            constraints[self.alias[name]] = kinds.ParameterConstraints(sharding_types=ways, compute_kernels=kernels)
+        topology = kinds.Topology(world_size=ranks, compute_device=self.device.type, local_world_size=self._local(ranks))
+        try:
+            return planner.EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False).collective_plan(
+                holder, sharders, dist.group.WORLD
+            )
+        except kinds.PlannerError as error:
+            total = sum(t.rows * t.dim * BYTES[self.options[t.name].dtype or "fp32"] for t in self.table_set.tables)
+            raise ConfigError(
+                f"TorchRec's planner places {total / 2**30:.2f} GiB of tables on no {ranks} ranks: {str(error).splitlines()[0]}",
+                where="parallel.torchrec",
+                fix='use more ranks, placement = "auto" or a smaller dtype, or say sharding = "row"',
+            ) from error
+
+    @staticmethod
+    def _local(ranks: int) -> int:
+        return min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks)
+
+    def _distribute(self, holder: _Collections, sharders: list[Any]) -> Any:
+        parallel = need("torchrec.distributed.model_parallel", "this strategy")
+        types = need("torchrec.distributed.types", "this strategy")
+        config = self.config
+        if isinstance(config, Torchrec2dConfig):
+            strategies = types.ShardingStrategy
+            return parallel.DMPCollection(
+                module=holder,
+                device=self.device,
+                plan=self.plan,
+                world_size=self.mesh.world,
+                sharding_group_size=self.mesh.model,
+                global_pg=dist.group.WORLD,
+                sharding_strategy=strategies.FULLY_SHARDED if config.fully_sharded else strategies.DEFAULT,
+                sharders=sharders,
+                use_inter_host_allreduce=config.inter_host,
+            )
+        env = types.ShardingEnv.from_process_group(dist.group.WORLD)
+        return parallel.DistributedModelParallel(module=holder, env=env, device=self.device, plan=self.plan, sharders=sharders)
+
+    # State
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        held = {n: list(w) for n, w in self._weights().items()}
+        generator = torch.Generator(self.device)
+        generator.manual_seed(0)
+        for table in self.table_set.tables:
+            whole = draw(table, self.device)
+            for offsets, part in held[table.name]:
+                region = whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape))]
+                part.copy_(rounded(region.contiguous(), part.dtype, generator))
+        for kernel, _ in kernels_of(self._module[0]):
+            for (accumulator,) in kernel.split_optimizer_states():
+                accumulator.zero_()
+
+    def _weights(self) -> dict[str, list[Box]]:
+        """By table, the (offsets, tensor) boxes of the weight that are here."""
+        found: dict[str, list[Box]] = {n: [] for n in self.alias}
+        names = {a: n for n, a in self.alias.items()}
+        for kernel, configs in kernels_of(self._module[0]):
+            for config, weight in zip(configs, kernel.split_embedding_weights()):
+                found[names[config.name]].append((tuple(config.local_metadata.shard_offsets), weight))
+        for name, replicated in self.replicated.items():
+            found[name].append(((0, 0), replicated.detach()))
+        return found
+
+    def _accumulators(self) -> dict[str, list[Box]]:
+        """By table, the (offsets of the rows' weights, accumulator) that are here."""
+        found: dict[str, list[Box]] = {n: [] for n in self.alias}
+        names = {a: n for n, a in self.alias.items()}
+        for kernel, configs in kernels_of(self._module[0]):
+            for config, (accumulator,) in zip(configs, kernel.split_optimizer_states()):
+                found[names[config.name]].append((tuple(config.local_metadata.shard_offsets), accumulator))
+        for name, accumulator in self.replicated_accumulators.items():
+            found[name].append(((0, 0), accumulator))
+        return found
+
+    def state_items(self) -> Iterator[tuple[str, Tensor | Shards]]:
+        """Weights and accumulators, and of collision-managed tables ``<table>.zch_<what>``.
+
+        The parts of a column-wise table have accumulators of their own; telling the state first replaces them by their mean over the
+        parts, which is the accumulator of the whole row.
+        """
+        self._flush()
+        weights, accumulators = self._weights(), self._accumulators()
+        for table in self.table_set.tables:
+            name, option = table.name, self.options[table.name]
+            boxes = accumulators[name]
+            if name in self.columns:
+                boxes = [self._column_mean(name, table.rows, boxes)]
+            yield f"{name}.weight", self._shards((table.rows, table.dim), DTYPES[option.dtype or "fp32"], weights[name])
+            yield f"{name}.accumulator", self._shards((table.rows,), torch.float32, [((o[0],), t) for o, t in boxes])
+            for what, value in self._collisions(name):
+                yield f"{name}.zch_{what}", value
+
+    def _shards(self, shape: tuple[int, ...], dtype: torch.dtype, boxes: list[Box]) -> Shards:
+        return Shards(shape, dtype, tuple((offsets, part) for offsets, part in boxes if part.numel()))
+
+    def _column_mean(self, name: str, rows: int, boxes: list[Box]) -> Box:
+        """The mean accumulator of all parts, on every rank, and in the parts."""
+        mean = torch.zeros(rows, device=self.device)
+        for _, part in boxes:
+            mean += part / self.columns[name]
+        dist.all_reduce(mean)
+        for _, part in boxes:
+            part.copy_(mean)
+        self.means[name] = mean
+        return (0,), mean
+
+    def state_loaded(self) -> None:
+        held = self._accumulators()
+        for name, mean in self.means.items():
+            for _, part in held[name]:
+                part.copy_(mean)
+        for kernel, _ in kernels_of(self._module[0]):
+            if hasattr(kernel, "reset_cache_states"):
+                kernel.reset_cache_states()
+
+    def _flush(self) -> None:
+        if hasattr(self._module[0], "ensure_reduce_scatter_complete"):
+            self._average()
+        if self.device.type == "cuda":
+            for kernel, _ in kernels_of(self._module[0]):
+                kernel.flush()
+
+    def configure_optimizer(self, config: TableOptimizer) -> None:
+        self.optimizer.eps = config.eps
+        for kernel, _ in kernels_of(self._module[0]):
+            kernel.optimizer_args = kernel.optimizer_args._replace(eps=config.eps)
+        if config.initial_accumulator:
+            for boxes in self._accumulators().values():
+                for _, accumulator in boxes:
+                    accumulator.fill_(config.initial_accumulator)
+        self.set_learning_rate(config.lr)
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.optimizer.lr = lr
+        for kernel, _ in kernels_of(self._module[0]):
+            kernel.set_learning_rate(lr)
+
+    def train(self, mode: bool = True) -> TorchrecTables:
+        for module in getattr(self, "_module", ()):
+            module.train(mode)
+        return super().train(mode)
+
+    # Passes
+
+    def forward(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        """Results as `gem_core.model.contract.Lookup` says, fp32. Collective over all ranks."""
+        if group.weights is not None and not self.config.weighted:
+            raise ConfigError(
+                "the batch has per-id weights", where="parallel.torchrec.weighted", fix="set weighted = true: TorchRec must know beforehand"
+            )
+        self._check(group)
+        samples = group.batch_size
+        wide = self._widest(samples)
+        parts = {name: select(group, [k.key for k in reads]) for name, reads in self.reads.items()}
+        features = {n: self._features(part, samples, wide, bags="bags" in n) for n, part in parts.items()}
+        raw = self._module[0](features)
+        found: dict[str, Any] = {}
+        for name, part in parts.items():
+            out = raw[name]
+            out = out.wait() if hasattr(out, "wait") else out
+            out = out[0] if isinstance(out, tuple) else out
+            for k in self.reads[name]:
+                found[k.key] = self._result(k, out, part, samples, bags="bags" in name)
+        return {k.key: found[k.key] for k in self.table_set.lookups}
+
+    def _widest(self, samples: int) -> int:
+        """Samples of the largest rank: TorchRec's row-wise tables want equal batches, so smaller ones get empty bags."""
+        if self.mesh.world == 1:
+            return max(samples, 1)
+        widest = torch.tensor([max(samples, 1)], device="cpu")
+        dist.all_reduce(widest, op=dist.ReduceOp.MAX)
+        return int(widest)
+
+    def _features(self, part: SparseGroup, samples: int, wide: int, *, bags: bool) -> Any:
+        lengths = part.lengths
+        if wide != samples:
+            lengths = torch.nn.functional.pad(lengths.view(len(part.keys), samples), (0, wide - samples)).flatten()
+        weights = part.weights if bags else None
+        if bags and self.config.weighted and weights is None:
+            weights = torch.ones(part.values.shape[0], device=part.values.device)
+        return SparseGroup(part.keys, part.values, lengths, weights, part.offsets_per_key).to_kjt()
+
+    def _result(self, lookup: Lookup, out: Any, part: SparseGroup, samples: int, *, bags: bool) -> Tensor | tuple[Tensor, Tensor]:
+        lengths = part.jagged(lookup.key, part.values).lengths
+        weights = None if part.weights is None else part.jagged(lookup.key, part.weights).values.float()
+        rows = out[lookup.key] if bags else out[lookup.key].values()
+        rows = rows.float()
+        if bags:
+            pooled = rows[:samples]
+        else:
+            if weights is not None:
+                rows = rows * weights.unsqueeze(1)
+            if lookup.pooling == "none":
+                return rows, lengths_to_offsets(lengths)
+            pooled = rows.new_zeros(samples, rows.shape[1]).index_add(0, _bag(lengths, rows.shape[0]), rows)
+        if lookup.pooling != "mean":
+            return pooled
+        total = lengths.float() if weights is None else pooled.new_zeros(samples).index_add(0, _bag(lengths, weights.shape[0]), weights)
+        return pooled / total.where(total != 0, torch.ones_like(total)).unsqueeze(1)
+
+    def _check(self, group: SparseGroup) -> None:
+        if group.values.device.type != "cpu":
+            return  # FBGEMM's kernels check there, without waiting
+        bounds = group.key_bounds()
+        places = {key: i for i, key in enumerate(group.keys)}
+        for k in self.table_set.lookups:
+            if k.key not in places:
+                raise BatchError(f"the batch has no ids of {k.key!r}", where=f"features.{k.key}")
+            if self.options[k.table].ids == "zch":
+                continue
+            rows = self.table_set.table(k.table).rows
+            ids = group.values[bounds[places[k.key]] : bounds[places[k.key] + 1]]
+            wrong = ids[(ids < 0) | (ids >= rows)]
+            if wrong.numel():
+                raise DataError(
+                    f"id {int(wrong[0])} is outside [0, {rows}), the rows of table {k.table!r}",
+                    where=f"features.{k.key}",
+                    fix='raise rows, set hash = true, or ids = "zch" for the table',
+                )
+
+    @torch.no_grad()
+    def after_backward(self, ok: Tensor) -> None:
+        """Row-wise AdaGrad on data-parallel tables, and the average over replicas where it is due."""
+        for name, weight in self.replicated.items():
+            grad, weight.grad = weight.grad, None
+            if grad is None:
+                continue
+            grad = torch.where(ok, grad.float(), 0.0)
+            accumulator = self.replicated_accumulators[name]
+            accumulator += grad.square().mean(1)
+            weight -= (grad * (self.optimizer.lr / (accumulator.sqrt() + self.optimizer.eps)).unsqueeze(1)).to(weight.dtype)
+        self.steps += 1
+        config = self.config
+        if isinstance(config, Torchrec2dConfig) and not config.fully_sharded and self.steps % config.sync_every == 0:
+            self._average()
+
+    def _average(self) -> None:
+        """Weights and optimizer state become their means over the replicas."""
+        module = self._module[0]
+        if isinstance(self.config, Torchrec2dConfig):
+            module.ensure_reduce_scatter_complete()
+            module.sync(include_optimizer_state=True)
+
+    def _collisions(self, table: str) -> Iterator[tuple[str, Tensor | Shards]]:
+        return iter(())
+
+    def describe(self) -> list[str]:
+        """TorchRec's plan, bytes, and what overlaps what."""
+        return [
+            *self.lines,
+            "not pipelined: input and output exchange of TorchRec's tables (a train pipeline of TorchRec's own owns the loop; "
+            'sparse = "gem-2d" overlaps them)',
+        ]
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """TorchRec draws initial rows while it builds; the core's rows are drawn as if it had not."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def kernels_of(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FBGEMM modules with an optimizer in backward, and the configurations of their tables."""
+    for part in module.modules():
+        for lookup in getattr(part, "_lookups", ()):
+            for below in lookup.modules():
+                kernel, held = getattr(below, "_emb_module", None), getattr(below, "_config", None)
+                if kernel is not None and held is not None and hasattr(kernel, "split_optimizer_states"):
+                    yield kernel, held.embedding_tables
+
+
+def select(group: SparseGroup, keys: list[str]) -> SparseGroup:
+    """The features ``keys`` of a group, in this order; without a copy where they follow one another."""
+    missing = [k for k in keys if k not in group.keys]
+    if missing:
+        raise BatchError(f"the batch has no ids of {missing[0]!r}", where=f"features.{missing[0]}")
+    at, bounds, samples = group.keys.index(keys[0]), group.key_bounds(), group.batch_size
+    last = at + len(keys)
+    if list(group.keys[at:last]) == keys:
+        cut = slice(bounds[at], bounds[last])
+        return SparseGroup(
+            tuple(keys),
+            group.values[cut],
+            group.lengths[at * samples : last * samples],
+            None if group.weights is None else group.weights[cut],
+            tuple(b - bounds[at] for b in bounds[at : last + 1]),
+        )
+    weights = None if group.weights is None else {k: group.jagged(k, group.weights).values for k in keys}
+    return SparseGroup.from_jagged({k: group[k] for k in keys}, weights)
+
+
+def _bag(lengths: Tensor, rows: int) -> Tensor:
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=rows)
+
+
+def _columns(dim: int, parts: int, ranks: int, table: str) -> list[int]:
+    """Ranks of a table's column parts."""
+    if dim % parts or (dim // parts) % 4:
+        raise ConfigError(
+            f"table {table!r} of width {dim} does not split into {parts} column parts of a multiple of 4",
+            where="parallel.torchrec.column_parts",
+            fix="choose other parts, or another sharding for this table",
+        )
+    return [i % ranks for i in range(parts)]
+
+
+def _plan_lines(plan: Any, names: Mapping[str, str]) -> list[str]:
+    lines = ["tables: TorchRec plan"]
+    for part, module in plan.plan.items():
+        for alias, sharding in module.items():
+            ranks = ",".join(map(str, sharding.ranks or []))
+            lines.append(f"  {names[alias]} ({part}): {sharding.sharding_type}, {sharding.compute_kernel}, ranks {ranks}")
+    return lines

@@ -1,0 +1,114 @@
+"""TorchRec's strategies behind the core's contract, in several processes on the CPU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec", reason="TorchRec is not installed")
+
+from gem_core.config.schema import TableOptimizer
+from gem_core.errors import ConfigError, DeviceError
+from gem_core.testing.strategies import StrategyConformance, run_processes
+from gem_core.train.mesh import Mesh
+from gem_parallel.sparse import specs
+from gem_parallel.sparse.config import Torchrec2dConfig, TorchrecConfig
+from gem_parallel.sparse.simulate import Simulator, groups_of, joined, look_up, run_ranks, toy_loss, toy_tables
+
+TABLES = toy_tables()
+BUILD = {s.name: s.build for s in specs()}
+UNEVEN = [[4, 3], [1, 0], [0, 6]]
+PLANS = {
+    "planner": {},
+    "rows": {"sharding": "row"},
+    "tables, weighted": {"sharding": "table", "weighted": True},
+    "columns": {"sharding": "row", "tables": {"d": {"sharding": "column"}}},
+    "rows and data": {"sharding": "row", "tables": {"b": {"sharding": "data"}, "c": {"sharding": "table"}}},
+}
+
+
+class TestPlanner(StrategyConformance):
+    parallel: ClassVar = {"dense": "ddp", "sparse": "torchrec"}
+    worlds = (2,)
+
+
+class TestRows(StrategyConformance):
+    parallel: ClassVar = {"dense": "ddp", "sparse": "torchrec", "torchrec": {"sharding": "row"}}
+    worlds = (3,)
+
+
+def task(name):
+    return {
+        "strategy": "torchrec", "config": PLANS[name], "model": 2, "steps": 6, "samples": UNEVEN, "optimizer": {"lr": 0.1, "eps": 1e-3},
+        "weighted": "weighted" in name, "evaluate": True,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_processes(2, run_ranks, {name: task(name) for name in PLANS}, tmp_path_factory.mktemp("two"), timeout=240)
+
+
+def check_columns(ranks, weights, last):
+    """Each column part of d keeps its own accumulator: as if it were a table of its own. The state tells their mean."""
+    parts = [d.clone() for d in weights["d"].chunk(2, 1)]
+    states = [torch.zeros(11), torch.zeros(11)]
+    rest = Simulator(TABLES, weights, model=2, replicas=1, schedule="mean", optimizer=TableOptimizer(lr=0.1, eps=1e-3))
+    for step in range(6):
+        groups, seeds = groups_of(task("columns"), TABLES, step), [7 * step, 7 * step + 1]
+        rest.weights[0]["d"] = torch.cat(parts, 1)
+        gradient = torch.zeros(11, 8)
+        for group, seed in zip(groups, seeds):
+            leaves = {n: w.clone().requires_grad_() for n, w in rest.weights[0].items()}
+            toy_loss(look_up(TABLES, leaves, group), seed).backward()
+            gradient += leaves["d"].grad / 2
+        for rank, want in enumerate(rest.step(groups, seeds)):
+            for rows, got in zip(want.values(), ranks[rank]["steps"][step]):
+                assert torch.allclose(got, rows, rtol=2e-5, atol=2e-5)
+        for part, state, g in zip(parts, states, gradient.chunk(2, 1)):
+            state += g.square().mean(1)
+            part -= 0.1 * g / (state.sqrt() + 1e-3).unsqueeze(1)
+    torch.testing.assert_close(last["d.weight"], torch.cat(parts, 1), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(last["d.accumulator"], sum(states) / 2, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_equals_unsharded_training(two, name):
+    ranks = [r[name] for r in two]
+    first, last = joined([r["first"] for r in ranks]), joined([r["last"] for r in ranks])
+    weights = {t.name: first[f"{t.name}.weight"] for t in TABLES.tables}
+    assert not any(w.isnan().any() for w in weights.values())
+    if name == "columns":
+        check_columns(ranks, weights, last)
+        return
+    simulator = Simulator(TABLES, weights, model=2, replicas=1, schedule="mean", optimizer=TableOptimizer(lr=0.1, eps=1e-3))
+    for step in range(6):
+        for rank, want in enumerate(simulator.step(groups_of(task(name), TABLES, step), [7 * step, 7 * step + 1])):
+            for key, rows, got in zip(want, want.values(), ranks[rank]["steps"][step]):
+                assert torch.allclose(got, rows, rtol=2e-5, atol=2e-5), f"step {step}, rank {rank}, {key}"
+    for table, weight in simulator.weights[0].items():
+        torch.testing.assert_close(last[f"{table}.weight"], weight, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(last[f"{table}.accumulator"], simulator.states[0][table], rtol=2e-5, atol=2e-5)
+
+
+def test_replicas_are_refused_by_one_dimension():
+    with pytest.raises(ConfigError, match=r"parallel.replica = 2 asks for replicas"):
+        BUILD["torchrec"](TABLES, Mesh(4, model=2, replica=2), TorchrecConfig())
+
+
+def test_two_dimensions_need_cuda():
+    with pytest.raises(DeviceError, match='runs on CUDA only(.|\n)*sparse = "gem-2d"'):
+        BUILD["torchrec-2d"](TABLES, Mesh(4, model=2, replica=2), Torchrec2dConfig())
+
+
+def test_a_process_group_is_needed():
+    with pytest.raises(DeviceError, match="start with torchrun"):
+        BUILD["torchrec"](TABLES, Mesh(1), TorchrecConfig())
+
+
+def test_options_of_an_unknown_table_are_refused():
+    config = TorchrecConfig(tables={"x": {"sharding": "row"}})
+    with pytest.raises(ConfigError, match=r"no table 'x'(.|\n)*a, b, c, d"):
+        BUILD["gem-2d"](TABLES, Mesh(1), {s.name: s for s in specs()}["gem-2d"].config_type(tables=config.tables))

@@ -96,8 +96,8 @@ class NextItems:
         self.source.load_state_dict(state)
 
 
-def following_items(batch: Batch, features: Features) -> Tensor:
-    """``[B]`` int64: the item after each history.
+def following_items(batch: Batch, features: Features, *, checked: bool = False) -> Tensor:
+    """``[B]`` int64: the item after each history. ``checked``: the numbers of items are right, and are not read from the device.
 
     :raises DataError: a sample has none or several.
     """
@@ -106,7 +106,7 @@ def following_items(batch: Batch, features: Features) -> Tensor:
     if batch.sparse is None or name not in batch.sparse.keys:
         raise BatchError(f"the batch has no sparse feature {name!r}", where=f"features.sparse.{name}", fix="let the source deliver it")
     items = batch.sparse[name]
-    if bool((items.lengths != 1).any()):
+    if not checked and bool((items.lengths != 1).any()):
         raise DataError(
             f"{int((items.lengths != 1).sum())} samples have no or several items after their history",
             where=f"features.sparse.{name}",
@@ -121,7 +121,7 @@ class RetrievalModel(TableModel):
     A subclass sets its tower up on ``self.inputs`` and ``self.table_set`` and writes `encode` and `count_tower`. States of width ``dim``
     are mapped to the items' width where it differs. ``context`` False: the model reads no features of the sample.
 
-    :raises ConfigError: no ``features.next_item``, or more negatives than items.
+    :raises ConfigError: no ``features.next_item``, or gbce with as many negatives as items.
     """
 
     def __init__(self, options: TableOptions, retrieval: RetrievalConfig, features: Features, dim: int, *, context: bool = True) -> None:
@@ -138,9 +138,9 @@ class RetrievalModel(TableModel):
         spec = self.table_set.table(table)
         self.items, self.pad, self.width = spec.rows, task.pad, spec.dim
         self.sampler = NegativeSampler(self.items, self.pad, retrieval)
-        if retrieval.loss != "softmax" and retrieval.negatives >= self.sampler.candidates:
+        if retrieval.loss == "gbce" and retrieval.negatives >= self.sampler.candidates:
             raise ConfigError(
-                f"{retrieval.negatives} negatives are drawn from {self.sampler.candidates} items",
+                f"gbce calibrates for a share of the items, and {retrieval.negatives} negatives of {self.sampler.candidates} items are none",
                 where="model.retrieval.negatives",
                 fix='draw fewer, or set loss = "softmax", which scores all items',
             )

@@ -138,4 +138,4 @@ def _scores(states: Tensor, items: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     others = items[n:]
     if negatives.dim() == 1:
         return own, states @ others.T
-    return own, torch.bmm(others.view(n, -1, states.shape[1]), states.unsqueeze(2)).squeeze(2)
+    return own, torch.bmm(others.view(*negatives.shape, states.shape[1]), states.unsqueeze(2)).squeeze(2)

@@ -64,5 +64,9 @@ class RunError(GemError):
     exit_code = 1
 
 
+class PeerError(RunError):
+    """Another process of the run failed, was lost or hangs."""
+
+
 class NumericsError(RunError):
     """A non-finite loss or gradient, or a numerics guard that stopped the run."""

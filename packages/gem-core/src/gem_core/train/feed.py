@@ -83,6 +83,7 @@ class Feed:
                 host = next(batches, None)
             except GemError as error:
                 failure = error
+            self.runtime.progress()
             having, failed = self.runtime.count([host is not None, failure is not None])
             if failure is not None:
                 raise failure

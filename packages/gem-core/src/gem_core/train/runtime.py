@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.config.schema import Config
-from gem_core.errors import DeviceError, GemError
+from gem_core.errors import DeviceError, GemError, PeerError
 
 T = TypeVar("T")
 
@@ -27,6 +27,8 @@ class Runtime:
     device: torch.device
     rank: int = 0
     world: int = 1
+    progress: Callable[[], None] = lambda: None
+    """Tells the watchdog of the run that this process gets on."""
 
     @property
     def main(self) -> bool:
@@ -105,12 +107,16 @@ def runtime(config: Config) -> Iterator[Runtime]:
     joined = world > 1 and not dist.is_initialized()
     if joined:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout_s))
+        # Later than the watchdog, which has more to say.
+        dist.init_process_group(backend, timeout=timedelta(seconds=1.5 * config.parallel.timeout_s + 10))
     try:
         if dist.is_initialized():
             yield Runtime(device, dist.get_rank(), dist.get_world_size())
         else:
             yield Runtime(device)
+    except PeerError:
+        joined = False  # leaving needs the others
+        raise
     finally:
         if joined:
             leave_group()

@@ -9,6 +9,7 @@ finds the overlaps with what a process wants, whatever mesh or plan wrote it. Ch
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -68,12 +70,9 @@ def read(folder: Path, part: str, targets: Mapping[str, State]) -> None:
     if not state:
         return
     try:
-        load(
-            state,  # type: ignore[arg-type]
-            storage_reader=Reader(folder),
-            planner=_Load(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process reads alone, on purpose
+            load(state, storage_reader=Reader(folder), planner=_Load(), no_dist=True)  # type: ignore[arg-type]
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
             raise
@@ -119,9 +118,6 @@ class _Held:
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(at), tensor.shape) for at, tensor in self.shards.parts]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.chunks()
-
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         properties, size = TensorProperties(dtype=self.shards.dtype), torch.Size(self.shards.shape)
         return [
@@ -139,6 +135,15 @@ class _Save(DefaultSavePlanner):
 
 
 class _Load(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        items = [create_read_items_for_chunk_list(n, stored[n], held.chunks()) for n, held in self.state_dict.items()]  # type: ignore[arg-type]
+        return LoadPlan([item for found in items for item in found])
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].at(index.offset)  # type: ignore[no-any-return]
 

@@ -7,6 +7,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from gem_core.train.runtime import runtime
 from gem_core.train.saving import Saver
 from gem_core.train.signals import StopRequest
 from gem_core.train.step import Outcome, Outcomes, TrainStep
+from gem_core.train.watchdog import Watchdog, lost_contact
 
 MAX_SKIPPED = 100
 """Consecutive steps with a non-finite loss after which skipping gives up."""
@@ -66,20 +69,34 @@ class Trainer:
         self.started = time.perf_counter()
         kernels = self.config.kernels
         policy, stop = use_policy(kernels.default, kernels.ops), StopRequest()
-        with runtime(self.config) as self.runtime, policy, stop as self.stop, kernel_choices() as self.choices:
-            self._prepare()
+        with ExitStack() as stack:
+            joined = stack.enter_context(runtime(self.config))
+            self.stop, self.choices = stack.enter_context(stop), stack.enter_context(kernel_choices())
+            stack.enter_context(policy)
+            watch = Watchdog(joined.rank, joined.world, self.config.parallel.timeout_s, self.folder.path)
+            self.watch = stack.enter_context(watch)
+            self.runtime = replace(joined, progress=watch.progress)
             try:
-                self._each("on_start")
-                return self._finish(self._loop())
+                return self._run()
             except BaseException as error:
-                self._each("on_error", error)
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise RunError(
-                        f"the device has too little memory: {str(error).splitlines()[0]}",
-                        where=f"step {self.info.step + 1}",
-                        fix="lower data.batch_size (train.accumulate keeps the samples a step), or use more devices",
-                    ) from error
+                if joined.world > 1 and lost_contact(error):
+                    raise watch.explain(error) from error
                 raise
+
+    def _run(self) -> RunResult:
+        self._prepare()
+        try:
+            self._each("on_start")
+            return self._finish(self._loop())
+        except BaseException as error:
+            self._each("on_error", error)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise RunError(
+                    f"the device has too little memory: {str(error).splitlines()[0]}",
+                    where=f"step {self.info.step + 1}",
+                    fix="lower data.batch_size (train.accumulate keeps the samples a step), or use more devices",
+                ) from error
+            raise
 
     # Preparation
 
@@ -175,6 +192,7 @@ class Trainer:
             self.meter.mark("data")
             lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
             info.step += 1
+            self.watch.note(info.step, "training step")
             vector = self.step(batches, self.stop.requested is not None, following)
             self.outcomes.push(info.step, vector, batches)
             self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
@@ -186,6 +204,7 @@ class Trainer:
             status = self._after_step(lr, batches)
             if status is not None:
                 return status
+            self.watch.note(info.step, "waiting for data")
         self._take(self.outcomes.ready(all=True))
         return "finished"
 
@@ -320,6 +339,7 @@ class Trainer:
     def _evaluate(self, final: bool = False) -> None:
         """Evaluate; ``final`` leaves the search for the best alone."""
         started = time.perf_counter()
+        self.watch.note(self.info.step, "evaluation")
         source = build_source(self.resolved, "eval", self.runtime)
         self.results, samples = evaluate(self.parts.module, self.parts.model, source, self.config.eval, self.tasks, self.runtime)
         self.evaluated_at = self.info.step
@@ -341,6 +361,7 @@ class Trainer:
         if self.saved_at == self.info.step:
             return
         started = time.perf_counter()
+        self.watch.note(self.info.step, "checkpoint")
         parts, rt = self.parts, self.runtime
         ranks = rt.gather_objects({"rng": state.rng_state(rt.device), "feed": self.position})
         shared = {

@@ -20,6 +20,10 @@ from gem_core.errors import ConfigError
 from gem_core.model.experts import Elsewhere, SummedExperts
 from gem_core.train.mesh import Mesh
 
+# Newer releases of torch have renamed both.
+_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def spread_experts(model: nn.Module, mesh: Mesh, devices: DeviceMesh, dtype: torch.dtype | None) -> list[nn.Module]:
     """Leave each process of an expert group its share of every layer's experts; returns those it keeps.
@@ -121,12 +125,12 @@ class _Divide(torch.autograd.Function):
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Tensor:
     sent = x.to(dtype or x.dtype).contiguous()
     joint = sent.new_empty(sent.shape[0] * group.size(), *sent.shape[1:])
-    dist.all_gather_into_tensor(joint, sent, group=group)
+    _GATHER(joint, sent, group=group)
     return joint.to(x.dtype)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Tensor:
     sent = x.to(dtype or x.dtype).contiguous()
     own = sent.new_empty(sent.shape[0] // group.size(), *sent.shape[1:])
-    dist.reduce_scatter_tensor(own, sent, group=group)
+    _SCATTER(own, sent, group=group)
     return own.to(x.dtype)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
 from gem_core.errors import ConfigError
 from gem_core.model.contract import TableState
-from gem_core.train.optim import DenseAdamW, RowwiseAdagrad, schedule_factor
+from gem_core.train.optim import DenseAdamW, RowwiseAdagrad, schedule_factor, sums_without_waiting
 from gem_core.train.runtime import Runtime
 
 CPU = Runtime(torch.device("cpu"))
@@ -55,6 +55,22 @@ def test_rowwise_adagrad_equals_its_definition(rows, reads, dim, seed):
         torch.testing.assert_close(state.accumulator.double(), accumulator, rtol=1e-5, atol=1e-7)
         assert state.weight.grad is None
         assert math.isfinite(float(norm))
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_sums_without_waiting_are_those_of_the_distinct_rows(rows, reads, seed):
+    torch.manual_seed(seed)
+    ids, values = torch.randint(rows, (reads,)), torch.randn(reads, 3)
+    got_rows, got, norm = sums_without_waiting(ids, values, YES)
+    want_rows, slot = ids.unique(return_inverse=True)
+    want = torch.zeros(want_rows.numel(), 3).index_add_(0, slot, values)
+    n = want_rows.numel()
+    assert got_rows[:n].tolist() == want_rows.tolist()
+    torch.testing.assert_close(got[:n], want)
+    assert set(got_rows[n:].tolist()) <= {int(want_rows[-1])}
+    assert torch.equal(got[n:], got[n - 1].expand(reads - n, -1))
+    torch.testing.assert_close(norm, want.square().sum())
 
 
 def test_dense_gradients_give_the_same():

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from gem_core import ops
 from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
 from gem_core.errors import ConfigError
 from gem_core.model.contract import Shards, TableState
@@ -69,21 +70,34 @@ def _sparse_update(state: TableState, rows: Tensor, values: Tensor, ok: Tensor, 
     if weight.shape[0] <= rows.numel():  # a small table: summing into a copy of its shape is cheaper than finding duplicates
         return _dense_update(state, _add_rows(torch.zeros_like(weight, dtype=torch.float32), rows, values), ok, lr, eps)
     if rows.is_cuda:
-        # Finding the distinct rows by their number would wait for the device; instead the sums keep one slot for every read, and the
-        # slots beyond the distinct rows stay zero and are added to row 0.
-        ordered, order = rows.sort(stable=True)
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        first[1:] = ordered[1:] != ordered[:-1]
-        slot = first.cumsum(0) - 1
-        summed = _add_rows(torch.zeros_like(values), slot, values[order])
-        rows = torch.zeros_like(ordered).scatter_(0, slot, ordered)
-    else:
-        rows, slot = torch.unique(rows, return_inverse=True)
-        summed = _add_rows(values.new_zeros(rows.numel(), values.shape[1]), slot, values)
+        rows, summed, norm = sums_without_waiting(rows, values, ok)
+        read = accumulator[rows] + summed.square().mean(1)
+        written = weight[rows] - summed * (lr / (read.sqrt() + eps)).unsqueeze(1)
+        accumulator[rows], weight[rows] = read, written.to(weight.dtype)
+        return norm
+    rows, slot = torch.unique(rows, return_inverse=True)
+    summed = _add_rows(values.new_zeros(rows.numel(), values.shape[1]), slot, values)
     summed, norm = _gated(summed, ok)
     _add_rows(accumulator, rows, summed.square().mean(1))
     _add_rows(weight, rows, (summed * (-lr / (accumulator[rows].sqrt() + eps)).unsqueeze(1)).to(weight.dtype))
     return norm
+
+
+def sums_without_waiting(rows: Tensor, values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of ``values [N, dim]`` over equal ``rows [N]``, gated by ``ok``, and their squared norm; in the same order on every run.
+
+    How many distinct rows there are is not known without waiting for the device, so all N places are returned: the distinct rows in
+    ascending order, then the last of them again and again, with the same sum. Writing what follows from them in any order is exact.
+    """
+    ordered, order = rows.sort(stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    slot = first.cumsum(0) - 1
+    places = torch.arange(rows.numel() + 1, device=rows.device)
+    starts = torch.searchsorted(slot, places)
+    summed, norm = _gated(ops.jagged_sum(values[order], starts), ok)
+    kept = torch.minimum(places[:-1], slot[-1])
+    return ordered[starts[kept]], summed[kept], norm
 
 
 def _dense_update(state: TableState, grad: Tensor, ok: Tensor, lr: float, eps: float) -> Tensor:

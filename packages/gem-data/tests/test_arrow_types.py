@@ -234,15 +234,19 @@ def test_through_a_file(tmp_path_factory, data):
     dtype=st.sampled_from([np.int64, np.float32, np.uint8]),
 )
 @settings(deadline=None, max_examples=100)
-def test_long_rows_are_copied_in_runs(lengths, order, dtype):
-    """The fast way for long rows gives what the plain gather gives, whatever the lengths around the run size."""
+def test_rows_are_copied_like_a_gather(lengths, order, dtype):
+    """The copy of whole rows gives what the plain gather gives: one width or several, one part or many, rows twice or not at all."""
     offsets = np.cumsum([0, *lengths])
     values = (np.arange(offsets[-1]) % 251).astype(dtype)
-    rows = np.array([order.randrange(len(lengths)) for _ in range(order.randrange(1, 30))])
-    long = np.array([i for i in rows if lengths[i] >= 64] or [int(np.argmax(lengths))])
-    for picked in (rows, long):
-        taken = Bag(offsets, {"x": values}).take(picked)
-        want_offsets, index = flat_index(offsets, picked)
-        assert np.array_equal(taken.offsets, want_offsets)
-        assert np.array_equal(taken.values["x"], values[index])
-        assert taken.values["x"].dtype == dtype
+    wide = np.stack([values, values + 1], 1)
+    parts = [np.array([order.randrange(len(lengths)) for _ in range(order.randrange(0, 30))], dtype=np.int64) for _ in range(3)]
+    bag = Bag(offsets, {"x": values, "wide": wide, "inner": Bag(np.arange(offsets[-1] + 1), {"ids": values})})
+    for consume in (False, True):
+        for picked, taken in zip(parts, bag.split(parts, consume=consume)):
+            want_offsets, index = flat_index(offsets, picked)
+            assert np.array_equal(taken.offsets, want_offsets)
+            assert np.array_equal(taken.array("x"), values[index])
+            assert np.array_equal(taken.array("wide"), wide[index])
+            assert np.array_equal(taken.values["inner"].array("ids"), values[index])
+            assert taken.array("x").dtype == dtype
+    assert not bag.values

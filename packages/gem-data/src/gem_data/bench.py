@@ -93,7 +93,7 @@ def batches(path: Path, shuffle: bool) -> Totals:
     for batch in ParquetSource(path, features(), batch_size=BATCH, shuffle=shuffle, window=ROW_GROUP):
         values = batch.sequences["h"].fields["h0"]
         assert isinstance(values, torch.Tensor)
-        rows, events, total = rows + len(batch), events + values.numel(), total + int(values.sum())
+        rows, events, total = rows + len(batch), events + values.numel(), total + int(values.numpy().sum())
     return rows, events, total
 
 
@@ -244,7 +244,7 @@ def _peak(path: Path) -> dict[str, int]:
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     file = pq.ParquetFile(path)
-    largest = max(file.read_row_group(i, columns=COLUMNS).nbytes for i in range(min(3, file.num_row_groups)))
+    largest = max(file.read_row_group(i, columns=COLUMNS).nbytes for i in range(file.num_row_groups))
     return {"start_bytes": start, "peak_bytes": peak, "row_group_bytes": largest}
 
 

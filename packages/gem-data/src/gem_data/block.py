@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
@@ -20,6 +22,7 @@ Array = NDArray[Any]
 Ints = NDArray[np.int64]
 TIMES = "\0time"
 """Key of the event times in a group's bag: no field can have this name."""
+
 Rows = slice | Ints
 """Which rows: a slice of step 1, or row numbers in any order."""
 
@@ -33,55 +36,6 @@ def flat_index(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
     index = np.repeat(starts - taken[:-1], lengths)
     index += np.arange(taken[-1])
     return taken, index
-
-
-_RUN = 32
-"""Values copied at once where rows are long."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    """How to copy rows of values: runs of ``_RUN`` values from ``source`` to ``target`` positions, the last run of a row overlapping the
-    one before it, and the values of short rows one by one. Half the time of a plain gather at 200 values a row."""
-
-    source: Ints
-    target: Ints
-    short_source: Ints
-    short_target: Ints
-    n: int
-
-    @staticmethod
-    def of(offsets: Ints, rows: Ints, taken: Ints) -> Runs:
-        lengths = np.diff(taken)
-        starts, targets = offsets[rows], taken[:-1]
-        long = lengths >= _RUN
-        counts = -(-lengths[long] // _RUN)
-        step = np.minimum(_within(counts) * _RUN, np.repeat(lengths[long] - _RUN, counts))
-        short = lengths[~long]
-        inside = _within(short)
-        return Runs(
-            np.repeat(starts[long], counts) + step,
-            np.repeat(targets[long], counts) + step,
-            np.repeat(starts[~long], short) + inside,
-            np.repeat(targets[~long], short) + inside,
-            int(taken[-1]),
-        )
-
-    def copy(self, values: Array, out: Array) -> None:
-        """Fill ``out [n]`` from ``values [N]``, both contiguous."""
-        if self.source.size:
-            whole, size = np.dtype(f"V{_RUN * values.itemsize}"), values.itemsize
-            target = np.ndarray((out.size - _RUN + 1,), whole, out, strides=(size,))
-            target[self.target] = np.ndarray((values.size - _RUN + 1,), whole, values, strides=(size,))[self.source]
-        out[self.short_target] = values[self.short_source]
-
-
-def _within(counts: Ints) -> Ints:
-    """0 .. c-1 for each count, one after another."""
-    ends = np.cumsum(counts)
-    index = np.arange(ends[-1] if ends.size else 0)
-    index -= np.repeat(ends - counts, counts)
-    return index
 
 
 @dataclass(frozen=True)
@@ -98,16 +52,36 @@ class Bag:
         return found
 
     def take(self, rows: Rows) -> Bag:
+        return self.split([rows])[0]
+
+    def split(self, parts: Sequence[Rows], *, consume: bool = False) -> list[Bag]:
+        """A copy of the rows of each part; with ``consume`` an array is let go as soon as it is copied, and the bag is of no more use."""
+        offsets, picks = zip(*(self._picked(rows) for rows in parts))
+        nested = any(isinstance(v, Bag) for v in self.values.values())
+        inner = [_values_of(self.offsets, rows) for rows in parts] if nested else []
+        at: dict[int, pa.Buffer] = {}
+
+        found: list[dict[str, Array | Bag]] = [{} for _ in parts]
+        for key in list(self.values):
+            values = self.values.pop(key) if consume else self.values[key]
+            if isinstance(values, Bag):
+                copies: Sequence[Array | Bag] = values.split(inner, consume=consume)
+            else:
+                copies = [_copied(values, self.offsets, pick, int(o[-1]), at) for pick, o in zip(picks, offsets)]
+            del values
+            for bag, copy in zip(found, copies):
+                bag[key] = copy
+        return [Bag(o, bag) for o, bag in zip(offsets, found)]
+
+    def _picked(self, rows: Rows) -> tuple[Ints, slice | pa.Array]:
+        """(offsets of the rows, what to copy: a slice of the values, or row numbers)."""
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.offsets.size - 1)
             a, b = self.offsets[start], self.offsets[stop]
-            return Bag(self.offsets[start : stop + 1] - a, _take_all(self.values, slice(a, b), int(b - a)))
+            return self.offsets[start : stop + 1] - a, slice(a, b)
         taken = np.zeros(rows.size + 1, dtype=np.int64)
         np.cumsum(self.offsets[rows + 1] - self.offsets[rows], out=taken[1:])
-        n = int(taken[-1])
-        if n >= 2 * _RUN * rows.size and all(isinstance(v, np.ndarray) and v.ndim == 1 for v in self.values.values()):
-            return Bag(taken, _take_all(self.values, Runs.of(self.offsets, rows, taken), n))
-        return Bag(taken, _take_all(self.values, flat_index(self.offsets, rows)[1], n))
+        return taken, pa.array(rows)
 
     @staticmethod
     def join(bags: Sequence[Bag]) -> Bag:
@@ -134,14 +108,27 @@ class Block:
 
     def take(self, rows: Rows, *, drop: bool = True) -> Block:
         """A copy of these rows; quarantined ones are left out, or with ``drop = False`` stay marked."""
-        good = None
+        return self.split([rows], drop=drop)[0]
+
+    def split(self, parts: Sequence[Rows], *, drop: bool = True, consume: bool = False) -> list[Block]:
+        """`take` for several sets of rows; ``consume`` as for `Bag.split`."""
+        good: list[NDArray[np.bool_] | None] = [None] * len(parts)
         if self.good is not None and drop:
-            rows = np.arange(self.size)[rows] if isinstance(rows, slice) else rows
-            rows = rows[self.good[rows]]
+            numbers = [np.arange(self.size)[rows] if isinstance(rows, slice) else rows for rows in parts]
+            parts = [rows[self.good[rows]] for rows in numbers]
         elif self.good is not None:
-            good = self.good[rows]
-        size = len(range(*rows.indices(self.size))) if isinstance(rows, slice) else rows.size
-        return Block(size, {k: _rows(v, rows) for k, v in self.fixed.items()}, {k: b.take(rows) for k, b in self.bags.items()}, good)
+            good = [self.good[rows] for rows in parts]
+        sizes = [len(range(*rows.indices(self.size))) if isinstance(rows, slice) else rows.size for rows in parts]
+        blocks = [Block(size, good=mask) for size, mask in zip(sizes, good)]
+        for key in list(self.bags):
+            bag = self.bags.pop(key) if consume else self.bags[key]
+            for block, copy in zip(blocks, bag.split(parts, consume=consume)):
+                block.bags[key] = copy
+            del bag
+        for key, values in self.fixed.items():
+            for block, rows in zip(blocks, parts):
+                block.fixed[key] = _rows(values, rows)
+        return blocks
 
     @property
     def events(self) -> Ints:
@@ -217,31 +204,35 @@ class Block:
         return SequenceGroup(torch.from_numpy(bag.offsets), values, times, spec.max_length)
 
 
-def _take_all(values: dict[str, Array | Bag], rows: Rows | Runs, n: int) -> dict[str, Array | Bag]:
-    """``n`` rows of everything. The arrays share one buffer: a few large pages cost far less than many small ones."""
-    places, end = {}, 0
-    for key, array in values.items():
-        if not isinstance(array, Bag):
-            places[key] = end, end + n * array.itemsize * math.prod(array.shape[1:])
-            end = -(-places[key][1] // 64) * 64
-    buffer = np.empty(end, dtype=np.uint8)
-    found: dict[str, Array | Bag] = {}
-    for key, v in values.items():
-        if isinstance(v, Bag):
-            assert not isinstance(rows, Runs)  # Bag.take
-            found[key] = v.take(rows)
-            continue
-        start, stop = places[key]
-        out: Array = buffer[start:stop].view(v.dtype).reshape(n, *v.shape[1:])
-        found[key] = out
-        if isinstance(rows, Runs):
-            rows.copy(v, out)
-        elif isinstance(rows, slice):
-            out[:] = v[rows]
-        else:
-            # Positions come from offsets and are in range; "raise" would go through a second buffer.
-            v.take(rows, axis=0, out=out, mode="clip")
-    return found
+def _values_of(offsets: Ints, rows: Rows) -> Rows:
+    """Which values the rows hold."""
+    if isinstance(rows, slice):
+        start, stop, _ = rows.indices(offsets.size - 1)
+        return slice(int(offsets[start]), int(offsets[stop]))
+    return flat_index(offsets, rows)[1]
+
+
+def _copied(values: Array, offsets: Ints, pick: slice | pa.Array, n: int, at: dict[int, pa.Buffer]) -> Array:
+    """``n`` values: those of a slice, or those of the picked rows, one block copy a row (to Arrow, a row is a byte string).
+
+    ``at``: offsets in bytes by the width of a value, made once for all parts. Arrow's allocator keeps large buffers, so that their pages
+    are not given to the process again for every batch.
+    """
+    width = values.itemsize * math.prod(values.shape[1:])
+    if not n * width:
+        return np.empty((n, *values.shape[1:]), dtype=values.dtype)
+    if isinstance(pick, slice):
+        data = pa.allocate_buffer(n * width)
+        copy = np.frombuffer(data, dtype=values.dtype).reshape(n, *values.shape[1:])
+        copy[:] = values[pick]
+        return copy
+    if width not in at:
+        at[width] = pa.py_buffer(offsets * width)
+    strings = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), offsets.size - 1, [None, at[width], pa.py_buffer(np.ascontiguousarray(values))]
+    )
+    data = pc.take(strings, pick, boundscheck=False).buffers()[2]
+    return np.frombuffer(data, dtype=values.dtype, count=n * width // values.itemsize).reshape(n, *values.shape[1:])
 
 
 def _rows(values: Array, rows: Rows) -> Array:

@@ -2,17 +2,19 @@
 
 An epoch's order: row groups (in the order of their files, or shuffled) are gathered into windows of at least ``window`` rows; a shuffled
 epoch also shuffles the rows within each window. Ranks read contiguous shares of that order (`gem_core.sources.order`), so a rank decodes
-its own row groups and, at the two ends of its share, one that it shares with a neighbour. Two windows are in memory at a time, whatever the
-number of rows.
+its own row groups and, at the two ends of its share, one that it shares with a neighbour. Less than two windows are in memory at a time,
+whatever the number of rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from gem_core.sources.order import Cursor, Plan, Span
 from gem_data import quarantine
 from gem_data.arrow import Ints
 from gem_data.balance import Balanced, Batching, Fixed, TokenPlan, Tokens
-from gem_data.block import Block
+from gem_data.block import Block, Rows
 from gem_data.columns import Chunk, locate
 from gem_data.decode import Decoder
 from gem_data.files import DataFile, Path, Reader, find_files
@@ -38,6 +40,8 @@ from gem_data.units import Epochs, Unit, Window, holding
 _log = logging.getLogger(__name__)
 Decoded = tuple[Window, Block, Ints | None]
 """A window, its rows, and their order in the epoch (None: as they are)."""
+_RELEASE_EVERY = 3
+"""Windows after which Arrow's allocator gives back what it holds unused."""
 
 
 class ParquetSource:
@@ -231,12 +235,12 @@ class ParquetSource:
         begin = first // self.batching.steps * self.batching.steps
         windows = holding(self._epochs.windows(epoch), plan.read(self._cursor.rank, begin, plan.steps))
         make = self._decoded(windows, epoch)
-        ahead = Ahead(lambda: make, 1, "gem-data row groups") if self._prefetch else None
+        ahead = Ahead(lambda: make, 1, "gem-data row groups", manual=True) if self._prefetch else None
+        collect = _Collector(iter(ahead) if ahead else make, self.batching.steps == 1, ahead.more if ahead else lambda: None)
+        arranged = self.batching.steps > 1
+        blocks = self._arranged_blocks(collect, plan, begin, first) if arranged else self._blocks(collect, plan, first)
         try:
-            decoded = iter(ahead) if ahead else make
-            for block in (
-                self._arranged_blocks(decoded, plan, begin, first) if self.batching.steps > 1 else self._blocks(decoded, plan, first)
-            ):
+            for block in blocks:
                 yield block.to_batch(self.features)
         finally:
             if ahead is not None:
@@ -251,7 +255,6 @@ class ParquetSource:
                 block = Block.join([self._decode(unit, reader) for unit in window.units])
                 yield window, block, self._epochs.order(epoch, window)
                 del block
-                pa.default_memory_pool().release_unused()
         finally:
             reader.close()
 
@@ -276,18 +279,18 @@ class ParquetSource:
             table = table.filter(mask)
         return Chunk(file, group, table, unit.rows, kept)
 
-    def _blocks(self, decoded: Iterator[Decoded], plan: Plan, first: int) -> Iterator[Block]:
+    def _blocks(self, collect: _Collector, plan: Plan, first: int) -> Iterator[Block]:
         """The rows of each step."""
-        collect = _Collector(decoded)
-        for step in range(first, plan.steps):
-            yield Block.join(collect(plan.read(self._cursor.rank, step)) or [self._empty()])
+        steps = range(first, plan.steps)
+        for parts in collect(plan.read(self._cursor.rank, step) for step in steps):
+            yield Block.join(parts or [self._empty()])
 
-    def _arranged_blocks(self, decoded: Iterator[Decoded], plan: Plan, begin: int, first: int) -> Iterator[Block]:
+    def _arranged_blocks(self, collect: _Collector, plan: Plan, begin: int, first: int) -> Iterator[Block]:
         """The rows of each step from ``first`` on, groups of steps arranged by length."""
-        collect, rank = _Collector(decoded, drop=False), self._cursor.rank
-        for start in range(begin, plan.steps, self.batching.steps):
-            stop = min(start + self.batching.steps, plan.steps)
-            block = Block.join(collect(plan.read(rank, start, stop)) or [self._empty()])
+        rank = self._cursor.rank
+        groups = [(start, min(start + self.batching.steps, plan.steps)) for start in range(begin, plan.steps, self.batching.steps)]
+        for (start, stop), parts in zip(groups, collect(plan.read(rank, *group) for group in groups)):
+            block = Block.join(parts or [self._empty()])
             sizes = _sizes(plan, rank, start, stop)
             order, at = self.batching.arrange(block.events, sizes), 0
             for step, size in zip(range(start, stop), sizes):
@@ -340,31 +343,57 @@ class ParquetSource:
 
 
 class _Collector:
-    """Takes the rows of ascending spans out of the decoded windows."""
+    """Takes the rows of ascending spans out of the decoded windows.
 
-    def __init__(self, decoded: Iterator[Decoded], drop: bool = True) -> None:
-        self._decoded, self._drop = decoded, drop
-        self._held: Decoded | None = None
+    A window is cut into the parts of all its steps at once, each column going as it is copied, and the next window is asked for (``more``)
+    when three quarters of the parts have been handed out. So much less than two windows are held.
+    """
 
-    def __call__(self, spans: Sequence[Span]) -> list[Block]:
-        parts = []
-        for start, stop in spans:
-            while start < stop:
-                if self._held is None or start >= self._held[0].stop:
-                    # Nothing may hold the old window while the next one is waited for: no third one has room in memory.
-                    self._held = None
-                    self._held = next(self._decoded)
-                part, start = self._taken(start, stop)
-                parts.append(part)
-        return parts
+    def __init__(self, decoded: Iterator[Decoded], drop: bool, more: Callable[[], None]) -> None:
+        self._decoded, self._drop, self._more = decoded, drop, more
+        self._ready: deque[tuple[int, Block]] = deque()
+        self._turn = self._windows = 0
 
-    def _taken(self, start: int, stop: int) -> tuple[Block, int]:
-        """Rows from ``start`` on in the window at hand, and where they end."""
-        assert self._held is not None
-        window, block, order = self._held
-        end = min(stop, window.stop)
-        low, high = start - window.start, end - window.start
-        return block.take(slice(low, high) if order is None else order[low:high], drop=self._drop), end
+    def __call__(self, steps: Iterable[Sequence[Span]]) -> Iterator[list[Block]]:
+        """The parts of each step's spans."""
+        behind, ahead = tee(steps)
+        coming = _Spans(span for own in ahead for span in own)
+        for own in behind:
+            parts = []
+            for start, stop in own:
+                while start < stop:
+                    if not self._ready:
+                        self._cut(*next(self._decoded), coming)
+                    start, part = self._ready.popleft()
+                    if len(self._ready) == self._turn:
+                        # Pages given back must be made again by the system, which costs as much as a tenth of the decoding.
+                        if self._windows % _RELEASE_EVERY == 0:
+                            pa.default_memory_pool().release_unused()
+                        self._more()
+                    parts.append(part)
+            yield parts
+
+    def _cut(self, window: Window, block: Block, order: Ints | None, coming: _Spans) -> None:
+        """Put the parts of a window, each with the position where it ends, into ``_ready``."""
+        found = list(coming.until(window.stop))
+        places = [(start - window.start, end - window.start) for start, end in found]
+        rows: list[Rows] = [slice(low, high) if order is None else order[low:high] for low, high in places]
+        self._ready.extend(zip((end for _, end in found), block.split(rows, drop=self._drop, consume=True)))
+        self._turn, self._windows = len(found) // 4, self._windows + 1
+
+
+class _Spans:
+    """Ascending spans that are cut where windows end."""
+
+    def __init__(self, spans: Iterator[Span]) -> None:
+        self._spans = spans
+        self._rest = next(spans, None)
+
+    def until(self, end: int) -> Iterator[Span]:
+        while self._rest is not None and self._rest[0] < end:
+            start, stop = self._rest
+            self._rest = next(self._spans, None) if stop <= end else (end, stop)
+            yield start, min(stop, end)
 
 
 def _sizes(plan: Plan, rank: int, first: int, stop: int) -> list[int]:

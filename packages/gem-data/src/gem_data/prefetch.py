@@ -14,11 +14,12 @@ _END = object()
 class Ahead(Generic[T]):
     """Iterates ``make()`` in a thread, at most ``depth`` results ahead of the consumer, counting the one in the making.
 
+    Room for another one is given back as a result is handed out, or, with ``manual``, when `more` is called.
     An exception in the thread is raised where the result was due. ``close`` stops the thread and waits for it.
     """
 
-    def __init__(self, make: Callable[[], Iterator[T]], depth: int, name: str) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Iterator[T]], depth: int, name: str, *, manual: bool = False) -> None:
+        self._make, self._manual = make, manual
         self._room = threading.Semaphore(depth)
         self._ready: deque[object] = deque()
         self._filled = threading.Semaphore(0)
@@ -35,9 +36,14 @@ class Ahead(Generic[T]):
             if isinstance(item, BaseException):
                 raise item
             # Room is given back as the result is handed out: with a depth of 1 the next one is made while this one is used.
-            self._room.release()
+            if not self._manual:
+                self._room.release()
             yield item  # type: ignore[misc]
             del item
+
+    def more(self) -> None:
+        """Room for one more result."""
+        self._room.release()
 
     def close(self) -> None:
         self._stop = True

@@ -104,7 +104,7 @@ def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     lines = output.strip().splitlines() or [""]
     if process.returncode:
         told = next((x for x in reversed(lines) if "Error" in x or "memory" in x), lines[-1])
-        return {"error": told[:300], "command": shlex.join(command)}
+        return {"error": told[:300], "command": shlex.join(command), "log": lines[-80:]}
     found = next((x for x in reversed(lines) if x.startswith("{")), None)
     if found is None:
         raise RunError("the measuring process printed no result", where=shlex.join(command), fix=f"its last line: {lines[-1][:200]}")

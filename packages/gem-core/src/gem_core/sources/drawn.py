@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -101,16 +102,28 @@ class RandomSource:
         return self._cursor.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
+        # One batch is drawn ahead in a thread, so that drawing is not what a measured step waits for.
+        with ThreadPoolExecutor(1) as pool:
+            ahead: Future[Batch] | None = None
+            for numbers in self._steps():
+                ready, ahead = ahead, pool.submit(self.draw, numbers)
+                if ready is not None:
+                    self._cursor.advance()
+                    yield ready.result()
+            if ahead is not None:
+                self._cursor.advance()
+                yield ahead.result()
+        self._cursor.finish()
+
+    def _steps(self) -> Iterator[Ints]:
+        """The sample numbers of each batch to come."""
         epoch, plan, first = self._cursor.begin()
         rank, group = self._cursor.rank, self._window
         for start in range(first // group * group, plan.steps, group):
             order = self._by_length(epoch, plan, rank, start, min(start + group, plan.steps))
             before = plan.taken(rank, start)
             for step in range(max(start, first), min(start + group, plan.steps)):
-                numbers = order[plan.taken(rank, step) - before : plan.taken(rank, step + 1) - before]
-                self._cursor.advance()
-                yield self.draw(self._numbers(numbers, epoch))
-        self._cursor.finish()
+                yield self._numbers(order[plan.taken(rank, step) - before : plan.taken(rank, step + 1) - before], epoch)
 
     def draw(self, numbers: Ints) -> Batch:
         """The samples called ``numbers [B]``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import ClassVar
+
+import pytest
 
 from gem_core.testing.strategies import StrategyConformance
 
@@ -24,6 +27,7 @@ class TestWithoutReplicas(StrategyConformance):
     worlds = (3,)
 
 
+@pytest.mark.skipif(find_spec("fbgemm_gpu") is None, reason="FBGEMM is not installed")
 class TestFbgemm(StrategyConformance):
     """FBGEMM's kernels in one process."""
 

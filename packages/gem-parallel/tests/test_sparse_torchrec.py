@@ -46,9 +46,55 @@ def task(name):
     }  # fmt: skip
 
 
+def managed():
+    """Every table takes raw ids far outside of its rows; new ids are given rows every second step. As many ids as rows."""
+    config = {"sharding": "row", "zch_interval": 2, "tables": {n: {"ids": "zch"} for n in ("a", "b", "c", "d")}}
+    found = {
+        "strategy": "torchrec", "config": config, "model": 2, "steps": 40, "samples": [[6, 5], [4, 7]], "optimizer": {"lr": 0.1, "eps": 1e-3},
+        "evaluate": True, "factor": 1_000_003, "multiple": 4,
+    }  # fmt: skip
+    return found | {"then": {k: found[k] for k in ("strategy", "config", "model", "multiple")}}
+
+
+TASKS = {name: task(name) for name in PLANS}
+TASKS["columns"]["then"] = {"strategy": "torchrec", "config": {"sharding": "row"}, "model": 2}
+TASKS["managed ids"] = managed()
+TASKS["rows"]["then"] = {"strategy": "gem-2d", "config": {"exchange": "touched"}, "model": 1}
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_processes(2, run_ranks, {name: task(name) for name in PLANS}, tmp_path_factory.mktemp("two"), timeout=240)
+    return run_processes(2, run_ranks, TASKS, tmp_path_factory.mktemp("two"), timeout=240)
+
+
+@pytest.mark.parametrize("name", ["columns", "rows", "managed ids"])
+def test_state_moves_to_another_plan_bit_for_bit(two, name):
+    before, after = (joined([r[name][k] if k == "last" else r[name]["then"]["last"] for r in two]) for k in ("last", "then"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(after[key], tensor), key
+    for rank in two:
+        for got, want in zip(rank[name]["then"]["steps"][0], rank[name]["steps"][-1]):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_managed_ids_have_rows_of_their_own(two):
+    last = joined([r["managed ids"]["last"] for r in two])
+    for table in ("a", "b", "c", "d"):
+        ids, rows = last[f"{table}.zch_sorted_raw_ids"], last[f"{table}.zch_remapped_ids_mapping"]
+        known = ids != 2**63 - 1
+        assert rows.unique().numel() == rows.numel(), "every slot has another row"
+        assert ids[known].unique().numel() == int(known.sum())
+        assert int(known.sum()) > ids.numel() // 3
+        assert (last[f"{table}.zch_counts"][known] > 0).all()
+        spread = [int((half != 2**63 - 1).sum()) for half in ids.chunk(2)]
+        assert min(spread) > 0, "ids are spread over the ranks"
+
+
+def test_managed_ids_are_trained_apart(two):
+    """Two ids of one table give different rows in evaluation, though both are far outside of it."""
+    found = torch.cat([r["managed ids"]["steps"][-1][4] for r in two])  # c, event by event
+    assert found.unique(dim=0).shape[0] > found.shape[0] // 2
 
 
 def check_columns(ranks, weights, last):
@@ -99,7 +145,7 @@ def test_replicas_are_refused_by_one_dimension():
 
 
 def test_two_dimensions_need_cuda():
-    with pytest.raises(DeviceError, match='runs on CUDA only(.|\n)*sparse = "gem-2d"'):
+    with pytest.raises(DeviceError, match=r'runs on CUDA only(.|\n)*sparse = "gem-2d"'):
         BUILD["torchrec-2d"](TABLES, Mesh(4, model=2, replica=2), Torchrec2dConfig())
 
 

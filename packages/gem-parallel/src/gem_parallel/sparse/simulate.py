@@ -7,9 +7,11 @@ order of gathers and averages other than the schedule's shows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.batch import SparseGroup
@@ -23,9 +25,10 @@ from gem_parallel.sparse.rowwise import segment_sum
 Results = Mapping[str, Any]
 
 
-def toy_tables() -> TableSet:
-    """Tables of two widths; one is read pooled and event by event, one only event by event."""
-    tables = (TableSpec("a", 37, 8, 0.3), TableSpec("b", 5, 8, 0.3), TableSpec("c", 64, 4, 0.3), TableSpec("d", 11, 8, 0.3))
+def toy_tables(multiple: int = 1) -> TableSet:
+    """Tables of two widths; one is read pooled and event by event, one only event by event. Rows are rounded up to ``multiple``."""
+    sizes = {"a": (37, 8), "b": (5, 8), "c": (64, 4), "d": (11, 8)}
+    tables = tuple(TableSpec(name, -(-rows // multiple) * multiple, dim, 0.3) for name, (rows, dim) in sizes.items())
     reads = (("a.sum", "a", "sum"), ("b.mean", "b", "mean"), ("d.sum", "d", "sum"), ("a.events", "a", "none"), ("c.events", "c", "none"))
     return TableSet(tables, tuple(Lookup(*r) for r in reads))  # type: ignore[arg-type]
 
@@ -131,13 +134,15 @@ class Simulator:
 def groups_of(task: Mapping[str, Any], tables: TableSet, step: int) -> list[SparseGroup]:
     """The batch of every rank in one step of a scenario: ``samples[step % len][rank]`` samples each."""
     sizes = task["samples"][step % len(task["samples"])]
-    return [random_group(tables, n, 1000 * step + rank, weighted=task.get("weighted", False)) for rank, n in enumerate(sizes)]
+    groups = [random_group(tables, n, 1000 * step + rank, weighted=task.get("weighted", False)) for rank, n in enumerate(sizes)]
+    return [replace(g, values=g.values * task["factor"]) if "factor" in task else g for g in groups]
 
 
 def run_ranks(rank: int, world: int, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Worker for `gem_core.testing.strategies.run_processes`: every scenario of ``tasks`` by name.
 
-    A scenario has ``strategy``, ``config``, ``model`` (degree), ``steps``, ``samples``, ``optimizer``, ``weighted``, ``prefetch``.
+    A scenario has ``strategy``, ``config``, ``model`` (degree), ``steps``, ``samples``, ``optimizer``, ``weighted``, ``prefetch``,
+    ``factor`` (of all ids), ``multiple`` (of rows), ``evaluate``, ``then`` (strategy, config and model that take the state over).
     Gives the results of each step, initial and final state as (name, shape, offsets, tensor), copy bytes between the phases.
     """
     return {name: run_rank(rank, world, task) for name, task in tasks.items()}
@@ -145,12 +150,7 @@ def run_ranks(rank: int, world: int, tasks: Mapping[str, Mapping[str, Any]]) -> 
 
 def run_rank(rank: int, world: int, task: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
     """One scenario on one rank; see `run_ranks`."""
-    tables = toy_tables()
-    spec = next(s for s in specs() if s.name == task["strategy"])
-    mesh = Mesh(world, model=task["model"], replica=-1, rank=rank)
-    torch.manual_seed(3)
-    with torch.device(device):
-        module = spec.build(tables, mesh, spec.config_type.model_validate(task["config"]))
+    tables, module = toy_tables(task.get("multiple", 1)), build(rank, world, task, device)
     optimizer = TableOptimizer.model_validate(task["optimizer"])
     module.configure_optimizer(optimizer)
     module.set_learning_rate(optimizer.lr)
@@ -170,10 +170,39 @@ def run_rank(rank: int, world: int, task: Mapping[str, Any], device: str = "cpu"
             module.after_backward(torch.ones((), dtype=torch.bool, device=device))
         memory.append(getattr(module, "copy_bytes", 0))
     if task.get("evaluate"):
-        module.eval()
-        with torch.no_grad():
-            steps.append([(v[0] if isinstance(v, tuple) else v).cpu().clone() for v in module(batches[0]).values()])
-    return {"first": first, "steps": steps, "last": local_state(module), "memory": memory}
+        steps.append(_evaluated(module, batches[0]))
+    found = {"first": first, "steps": steps, "last": local_state(module), "memory": memory}
+    if "then" in task:
+        found["then"] = _reloaded(rank, world, task["then"], local_state(module), batches[0], device)
+    return found
+
+
+def build(rank: int, world: int, task: Mapping[str, Any], device: str) -> Any:
+    """The strategy of a scenario on the toy tables."""
+    spec = next(s for s in specs() if s.name == task["strategy"])
+    mesh = Mesh(world, model=task["model"], replica=-1, rank=rank)
+    torch.manual_seed(task.get("seed", 3))
+    with torch.device(device):
+        return spec.build(toy_tables(task.get("multiple", 1)), mesh, spec.config_type.model_validate(task["config"]))
+
+
+def _evaluated(module: Any, group: SparseGroup) -> list[Tensor]:
+    module.eval()
+    with torch.no_grad():
+        return [(v[0] if isinstance(v, tuple) else v).cpu().clone() for v in module(group).values()]
+
+
+def _reloaded(rank: int, world: int, task: Mapping[str, Any], state: Any, group: SparseGroup, device: str) -> dict[str, Any]:
+    """The state in a module with another plan: what it looks up, and its state."""
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, state)
+    whole, module = joined(ranks), build(rank, world, {"seed": 4, **task}, device)
+    with torch.no_grad():
+        for name, held in module.state_items():
+            for offsets, part in held.parts if isinstance(held, Shards) else (((0,) * held.dim(), held),):
+                part.copy_(whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape))])
+    module.state_loaded()
+    return {"steps": [_evaluated(module, group)], "last": local_state(module)}
 
 
 def local_state(module: Any) -> list[tuple[str, list[int], list[int], Tensor]]:
@@ -188,11 +217,12 @@ def local_state(module: Any) -> list[tuple[str, list[int], list[int], Tensor]]:
 
 
 def joined(ranks: Sequence[Sequence[tuple[str, list[int], list[int], Tensor]]]) -> dict[str, Tensor]:
-    """Whole tensors from all ranks' boxes; what no rank holds is NaN."""
+    """Whole tensors from all ranks' boxes; what no rank holds is NaN, or -1."""
     whole: dict[str, Tensor] = {}
     for boxes in ranks:
         for name, shape, offsets, part in boxes:
-            target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=part.dtype))
+            empty = float("nan") if part.dtype.is_floating_point else -1
+            target = whole.setdefault(name, torch.full(shape, empty, dtype=part.dtype))
             target[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape))] = part
     return whole
 

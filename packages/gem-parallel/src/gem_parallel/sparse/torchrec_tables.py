@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from gem_core.batch import SparseGroup
 from gem_core.config.schema import TableOptimizer
-from gem_core.errors import BatchError, ConfigError, DataError, DeviceError
+from gem_core.errors import BatchError, CheckpointError, ConfigError, DataError, DeviceError
 from gem_core.jagged import lengths_to_offsets
 from gem_core.model.contract import Lookup, Shards, TableSet
 from gem_core.train.mesh import Mesh
-from gem_parallel.sparse.config import TableOptions, Torchrec2dConfig, TorchrecConfig
+from gem_parallel.sparse.config import Torchrec2dConfig, TorchrecConfig
 from gem_parallel.sparse.engines import DTYPES
 from gem_parallel.sparse.initial import draw
 from gem_parallel.sparse.layout import BYTES
@@ -31,6 +31,8 @@ from gem_parallel.sparse.place import placed
 from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
 
 KERNELS = {"hbm": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
+SPREAD = -7046029254386353131
+"""2^64 over the golden ratio, as a signed 64-bit number."""
 Box = tuple[tuple[int, ...], Tensor]
 
 
@@ -118,6 +120,10 @@ class TorchrecTables(nn.Module):
             self._module = [self._distribute(holder, sharders)]
         replicated = {names[a] for part in self.plan.plan.values() for a, s in part.items() if s.sharding_type == "data_parallel"}
         self.replicated = self._replicated(names, replicated)
+        self.zch_ranks = {n: torch.tensor([mesh.model], device=self.device) for n, o in self.options.items() if o.ids == "zch"}
+        if self.device.type != "cuda":
+            for kernel, _ in kernels_of(self._module[0]):
+                kernel.reset_embedding_weight_momentum = _Reset(kernel)
         self.replicated_accumulators = {n: torch.zeros(w.shape[0], device=self.device) for n, w in self.replicated.items()}
         self._fill()
 
@@ -139,6 +145,12 @@ class TorchrecTables(nn.Module):
         types = {"fp32": configs.DataType.FP32, "fp16": configs.DataType.FP16, "bf16": configs.DataType.BF16}
         groups: dict[str, list[str]] = {}
         for t in self.table_set.tables:
+            if self.options[t.name].ids == "zch" and t.rows % self.mesh.model:
+                raise ConfigError(
+                    f"table {t.name!r} has {t.rows} rows, and collision management wants a multiple of the {self.mesh.model} ranks",
+                    where=f"features.tables.{t.name}.rows",
+                    fix=f"set {-(-t.rows // self.mesh.model) * self.mesh.model} rows",
+                )
             pooled = all(k.pooling != "none" for k in self.table_set.lookups if k.table == t.name)
             kind = "bags" if pooled else f"events{t.dim}"
             kind = f"zch_{kind}" if self.options[t.name].ids == "zch" else kind
@@ -323,7 +335,7 @@ class TorchrecTables(nn.Module):
         found: dict[str, list[Box]] = {n: [] for n in self.alias}
         names = {a: n for n, a in self.alias.items()}
         for kernel, configs in kernels_of(self._module[0]):
-            for config, (accumulator,) in zip(configs, kernel.split_optimizer_states()):
+            for config, (accumulator,) in zip(configs, kernel.split_optimizer_states(), strict=True):
                 found[names[config.name]].append((tuple(config.local_metadata.shard_offsets), accumulator))
         for name, accumulator in self.replicated_accumulators.items():
             found[name].append(((0, 0), accumulator))
@@ -362,6 +374,17 @@ class TorchrecTables(nn.Module):
         return (0,), mean
 
     def state_loaded(self) -> None:
+        """:raises CheckpointError: collision-managed tables were saved by another number of ranks: each keeps the ids that hash to it."""
+        for name, ranks in self.zch_ranks.items():
+            if int(ranks) != self.mesh.model:
+                raise CheckpointError(
+                    f"the ids of the collision-managed table {name!r} were spread over {int(ranks)} ranks, here are {self.mesh.model}",
+                    where=f"parallel.torchrec.tables.{name}.ids",
+                    fix=f"resume with parallel.model = {int(ranks)}",
+                )
+        for part in self._module[0].modules():
+            if hasattr(part, "_mch_sorted_raw_ids"):
+                part._current_iter = -1  # read again from the loaded tensor
         held = self._accumulators()
         for name, mean in self.means.items():
             for _, part in held[name]:
@@ -409,7 +432,7 @@ class TorchrecTables(nn.Module):
         samples = group.batch_size
         wide = self._widest(samples)
         parts = {name: select(group, [k.key for k in reads]) for name, reads in self.reads.items()}
-        features = {n: self._features(part, samples, wide, bags="bags" in n) for n, part in parts.items()}
+        features = {n: self._features(part, samples, wide, n) for n, part in parts.items()}
         raw = self._module[0](features)
         found: dict[str, Any] = {}
         for name, part in parts.items():
@@ -428,14 +451,17 @@ class TorchrecTables(nn.Module):
         dist.all_reduce(widest, op=dist.ReduceOp.MAX)
         return int(widest)
 
-    def _features(self, part: SparseGroup, samples: int, wide: int, *, bags: bool) -> Any:
-        lengths = part.lengths
+    def _features(self, part: SparseGroup, samples: int, wide: int, name: str) -> Any:
+        lengths, bags, values = part.lengths, "bags" in name, part.values
+        if name.startswith("zch"):
+            # TorchRec deals out ids by ranges of 63 bits; an odd factor spreads small ids over them, one to one.
+            values = (values * SPREAD) & (2**63 - 1)
         if wide != samples:
             lengths = torch.nn.functional.pad(lengths.view(len(part.keys), samples), (0, wide - samples)).flatten()
         weights = part.weights if bags else None
         if bags and self.config.weighted and weights is None:
             weights = torch.ones(part.values.shape[0], device=part.values.device)
-        return SparseGroup(part.keys, part.values, lengths, weights, part.offsets_per_key).to_kjt()
+        return SparseGroup(part.keys, values, lengths, weights, part.offsets_per_key).to_kjt()
 
     def _result(self, lookup: Lookup, out: Any, part: SparseGroup, samples: int, *, bags: bool) -> Tensor | tuple[Tensor, Tensor]:
         lengths = part.jagged(lookup.key, part.values).lengths
@@ -499,7 +525,21 @@ class TorchrecTables(nn.Module):
             module.sync(include_optimizer_state=True)
 
     def _collisions(self, table: str) -> Iterator[tuple[str, Tensor | Shards]]:
-        return iter(())
+        """What a collision-managed table knows of its ids: raw ids, their rows, counts and last uses, and the step."""
+        if self.options[table].ids != "zch":
+            return
+        at = f"._managed_collision_modules.{self.alias[table]}._"
+        for key, value in self._module[0].state_dict().items():
+            before, found, what = key.partition(at)
+            if not found or what == "output_segments_tensor":
+                continue
+            what = what.removeprefix("mch_")
+            if hasattr(value, "local_shards"):
+                parts = tuple((tuple(s.metadata.shard_offsets), s.tensor) for s in value.local_shards())
+                yield what, Shards(tuple(value.shape), parts[0][1].dtype, parts)
+            else:
+                yield what, value
+        yield "ranks", self.zch_ranks[table]
 
     def describe(self) -> list[str]:
         """TorchRec's plan, bytes, and what overlaps what."""
@@ -508,6 +548,18 @@ class TorchrecTables(nn.Module):
             "not pipelined: input and output exchange of TorchRec's tables (a train pipeline of TorchRec's own owns the loop; "
             'sparse = "gem-2d" overlaps them)',
         ]
+
+
+class _Reset:
+    """Rows of evicted ids begin anew; FBGEMM has this for CUDA only."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __call__(self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor) -> None:
+        table = int(logical_table_ids[0])
+        self.kernel.split_embedding_weights()[table][pruned_indices] = 0.0
+        self.kernel.split_optimizer_states()[table][0][pruned_indices] = 0.0
 
 
 @contextmanager

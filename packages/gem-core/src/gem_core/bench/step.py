@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from gem_core.errors import GemError
 from gem_core.model.flops import history_lengths
 from gem_core.ops import use_policy
 from gem_core.train.build import build_parts, build_source
-from gem_core.train.feed import Fed, Feed
+from gem_core.train.feed import Feed, grouped
 from gem_core.train.measure import Meter, peak, peak_memory
 from gem_core.train.runfolder import device_name, environment
 from gem_core.train.runtime import Runtime, runtime
@@ -58,7 +57,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path 
         meter = Meter(rt.device, held_against)
         step, outcomes = TrainStep(parts, config, rt, meter), Outcomes(rt.device)
         step.set_lr(1.0)
-        groups = _groups(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate)
+        groups = grouped(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate, step.looks_ahead)
         parts.module.train()
         losses: list[float] = []
         windows: list[dict[str, Any]] = []
@@ -66,9 +65,9 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path 
         def run(count: int) -> None:
             meter.mark(None)
             for _ in range(count):
-                batches = next(groups)
+                batches, following = next(groups)
                 meter.mark("data")
-                outcomes.push(len(losses), step(batches, False), batches)
+                outcomes.push(len(losses), step(batches, False, following), batches)
                 meter.steps += 1
                 for fed in batches:
                     meter.count(fed.host.size, _real_events(fed.host), _real_flops(model, fed.host))
@@ -90,7 +89,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path 
             windows.append({**window, "step_s": sum(float(window[f"{p}_s"] or 0) for p in ("data", "forward", "backward", "optimizer"))})
         losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
         memory = max(rt.gather_objects(peak_memory(rt.device)))
-        for batches in (next(groups) for _ in range(4)):
+        for batches, _ in (next(groups) for _ in range(4)):
             padded += [(fed.host.tokens, _real_events(fed.host)) for fed in batches]
         if profile is not None:
             _profile(lambda: run(1), rt, profile)
@@ -106,12 +105,6 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path 
             "world": rt.world,
             **environment(rt.device),
         }
-
-
-def _groups(feed: Feed, size: int) -> Iterator[list[Fed]]:
-    batches = iter(feed)
-    while True:
-        yield [next(batches) for _ in range(size)]
 
 
 def _wait(rt: Runtime) -> None:

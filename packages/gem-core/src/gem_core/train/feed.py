@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,3 +135,25 @@ class Feed:
         current.wait_event(copied)
         fed.batch.record_stream(current)
         return fed
+
+
+def grouped(feed: Iterable[Fed], size: int, look_ahead: bool = False) -> Iterator[tuple[list[Fed], Fed | None]]:
+    """Micro-batches of one step each, ``size`` of them (the last group may be smaller), and with ``look_ahead`` the batch after them."""
+    group: list[Fed] = []
+    for fed, following in _with_next(feed) if look_ahead else ((fed, None) for fed in feed):
+        group.append(fed)
+        if len(group) == size:
+            yield group, following
+            group = []
+    if group:
+        yield group, None
+
+
+def _with_next(feed: Iterable[Fed]) -> Iterator[tuple[Fed, Fed | None]]:
+    before: Fed | None = None
+    for fed in feed:
+        if before is not None:
+            yield before, fed
+        before = fed
+    if before is not None:
+        yield before, None

@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from gem_core.train import state
 from gem_core.train.build import agreed_total, build_parts, build_source, flops_of, task_names, total_steps
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
-from gem_core.train.feed import Fed, Feed
+from gem_core.train.feed import Fed, Feed, grouped
 from gem_core.train.heldout import HeldOut
 from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
@@ -188,7 +188,7 @@ class Trainer:
         schedule, info = self.config.train.schedule, self.info
         self.parts.module.train()
         self.meter.mark(None)
-        for batches, following in self._steps():
+        for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
             self.meter.mark("data")
             lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
             info.step += 1
@@ -207,30 +207,6 @@ class Trainer:
             self.watch.note(info.step, "waiting for data")
         self._take(self.outcomes.ready(all=True))
         return "finished"
-
-    def _steps(self) -> Iterator[tuple[list[Fed], Fed | None]]:
-        """Micro-batches in groups of ``accumulate``, and the batch after them if the step wants to know; the last group of a run of
-        ``epochs`` may be smaller."""
-        group: list[Fed] = []
-        for fed, following in self._pairs():
-            group.append(fed)
-            if len(group) == self.config.train.accumulate:
-                yield group, following
-                group = []
-        if group:
-            yield group, None
-
-    def _pairs(self) -> Iterator[tuple[Fed, Fed | None]]:
-        if not self.step.looks_ahead:
-            yield from ((fed, None) for fed in self.feed)
-            return
-        before: Fed | None = None
-        for fed in self.feed:
-            if before is not None:
-                yield before, fed
-            before = fed
-        if before is not None:
-            yield before, None
 
     def _after_step(self, lr: float, batches: Sequence[Fed]) -> str | None:
         """Log, evaluate and save where they are due; returns how the run ends if it ends here."""

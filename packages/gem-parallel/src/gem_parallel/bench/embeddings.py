@@ -236,10 +236,7 @@ class Bench:
 
 
 def check_simulators(bench: Bench) -> list[dict[str, Any]]:
-    """gem-2d on the device against the single-process simulators: results of ten steps and final state.
-
-    :raises RuntimeError: one is off by more than fp32 rounding.
-    """
+    """gem-2d on the device against the single-process simulators: results of ten steps and final state."""
     world, device = bench.world, str(bench.device)
     kernels = ["fbgemm", "torch"] if bench.cuda else ["torch"]
     rows = []
@@ -258,9 +255,14 @@ def check_simulators(bench: Bench) -> list[dict[str, Any]]:
                 rows.append(
                     {"exchange": exchange, "schedule": schedule, "kernel": kernel, "prefetch": str(prefetch), "largest error": error}
                 )
-                if not error < 1e-4:
-                    raise RuntimeError(f"gem-2d is wrong: {rows[-1]}")
+                bench.say(str(rows[-1]))
     return rows
+
+
+def wrong(rows: list[dict[str, Any]], options: dict[str, Any]) -> bool:
+    """Whether some check of the mode is off by more than fp32 rounding."""
+    mode = Gem2dConfig.model_validate(options)
+    return any(not r["largest error"] < 1e-4 for r in rows if (r["exchange"], r["schedule"]) == (mode.exchange, mode.schedule))
 
 
 def _against_simulator(ranks: list[Any], task: dict[str, Any], world: int, schedule: str) -> float:
@@ -335,7 +337,7 @@ def overlap(bench: Bench, schedule: str, layers: int, ctas: int) -> dict[str, An
             for unit in module.whole_units:
                 unit.scatter()
             for unit in module.whole_units:
-                bench_wait(module, unit)
+                unit.settle()
             module._release()
 
     full = bench.slowest(statistics.median(bench.timed(step, a.steps, a.warmup)))
@@ -354,10 +356,6 @@ def overlap(bench: Bench, schedule: str, layers: int, ctas: int) -> dict[str, An
     return row
 
 
-def bench_wait(module: Tables2d, unit: Any) -> None:
-    module.axes.scatter.wait(unit.settled())
-
-
 def _gathers(module: Tables2d) -> None:
     with torch.no_grad():
         module._gather_ahead(with_state=False)
@@ -374,12 +372,13 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
     bench = Bench(args)
     data: dict[str, Any] = {"environment": {}, "correctness": check_simulators(bench), "steps": [], "overlap": [], "failed": []}
-    for row in data["correctness"]:
-        bench.say(str(row))
     builds: dict[str, Callable[[], Any]] = {}
     if bench.cuda and not args.skip_peers:
         builds |= {name: (lambda name=name: bench.peer_step(name)) for name in PEERS}
     for name, options in GEM.items():
+        if wrong(data["correctness"], options):
+            data["failed"].append({"strategy": name, "error": "wrong on small tables, not timed"})
+            continue
         builds[name] = lambda options=options: bench.gem_step(options, False)
         builds[f"{name}, ids ahead"] = lambda options=options: bench.gem_step(options, True)
     found: dict[str, list[dict[str, Any]]] = {}
@@ -397,6 +396,8 @@ def main() -> None:
         save(bench, data)
     for layers in args.tower:
         for schedule in ("torchrec", "article"):
+            if wrong(data["correctness"], {"schedule": schedule}):
+                continue
             for ctas in args.ctas if bench.cuda else [0]:
                 data["overlap"].append(overlap(bench, schedule, layers, ctas))
                 save(bench, data)

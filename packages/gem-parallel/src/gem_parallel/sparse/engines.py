@@ -98,6 +98,7 @@ class TbeEngine:
             eps=eps,
             weights_precision=configs.SparseType[dtype.upper()],
             output_dtype=configs.SparseType.FP32,
+            cache_precision=configs.SparseType.FP16 if dtype == "fp16" else configs.SparseType.FP32,
             pooling_mode=common.PoolingMode.SUM,
             stochastic_rounding=dtype != "fp32",
             cache_load_factor=cache_fraction,

@@ -174,7 +174,7 @@ class Tables2d(nn.Module):
                 unit.arrive()
                 unit.scatter()
         for unit in self.whole_units:
-            self.axes.scatter.wait(unit.settled())
+            unit.settle()
         for touched in self.touched_units:
             touched.engine.flush()
         self._release()

@@ -40,6 +40,7 @@ class WholeUnit:
         self.slot: Slot | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         self._arrived: Any = None
+        self._averaged: Any = None
         self.alone = axes.replica == 1
         if self.alone:
             self.weight, self.accumulator = engine.weight, engine.accumulator
@@ -73,7 +74,7 @@ class WholeUnit:
         )
         self.slot = slot
         lane: Lane = self.axes.gather
-        with lane.behind(slot.busy):
+        with lane.behind(slot.busy, self._averaged):
             for full, stored in zip(self._views, (self.weight, self.accumulator)):
                 if full.dim() == 1 and not with_state:
                     continue
@@ -101,7 +102,7 @@ class WholeUnit:
             for full, stored in zip(self._views, (self.weight, self.accumulator)):
                 for whole, part in zip(full.chunk(self.chunks), stored.chunk(self.chunks)):
                     self._average(lane, whole, part)
-            self.slot.busy = lane.mark()
+            self.slot.busy = self._averaged = lane.mark()
         self.drop()
 
     def _average(self, lane: Lane, whole: Tensor, part: Tensor) -> None:
@@ -119,9 +120,9 @@ class WholeUnit:
             self.engine.bind(None, None)
             self._views = self.slot = None
 
-    def settled(self) -> Any:
-        """Event after the last average."""
-        return self.axes.scatter.mark()
+    def settle(self) -> None:
+        """Let the current stream wait for the last average."""
+        self.axes.scatter.wait(self._averaged)
 
 
 class TouchedUnit:

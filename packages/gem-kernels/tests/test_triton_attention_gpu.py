@@ -48,7 +48,7 @@ def public(
 ) -> Tensor:
     if op == "gdpa":
         more = {"activation": "silu", "scale_in": q.shape[2] ** -0.5, **more}
-    return getattr(ops, op)(q, k, v, q_offsets, k_offsets, **{"backend": "triton", **more})
+    return getattr(ops, op)(q, k, v, q_offsets, k_offsets, backend=backend, **more)
 
 
 def dense(
@@ -96,21 +96,34 @@ SHAPES = {
 }
 
 
+def needs_hopper(d: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    if d not in (64, 128) or dtype == torch.float32:
+        pytest.skip("head widths 64 and 128 in half precision")
+
+
+BACKENDS = ["triton", "hopper-only"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_accuracy(op: str, shape: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accuracy(backend: str, op: str, shape: str, dtype: torch.dtype) -> None:
     """At most 1.5 times the error of PyTorch in the same dtype with fp32 accumulation; 1e-5 in fp32."""
     case = dict(SHAPES[shape])
     batch = 24
     q_lengths = drawn(batch, *case["q"])
     k_lengths = drawn(batch, *case["k"], seed=1) if "k" in case else q_lengths
     heads, kv_heads, d, causal = case["heads"], case.get("kv_heads", case["heads"]), case["d"], case.get("causal", False)
+    if backend == "hopper-only":
+        needs_hopper(d, dtype)
     q, do = packed(q_lengths, heads, d, dtype, 0), packed(q_lengths, heads, d, dtype, 3)
     k, v = packed(k_lengths, kv_heads, d, dtype, 1), packed(k_lengths, kv_heads, d, dtype, 2)
     qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = public(op, *leaves, qo, ko, max_q_len=int(q_lengths.max()), max_k_len=int(k_lengths.max()), causal=causal)
+    out = public(op, *leaves, qo, ko, backend=backend, max_q_len=int(q_lengths.max()), max_k_len=int(k_lengths.max()), causal=causal)
     got = [out.detach(), *torch.autograd.grad(out, leaves, do)]
     exact: list[list[Tensor]] = [[], [], [], []]
     like: list[list[Tensor]] = [[], [], [], []]
@@ -129,9 +142,11 @@ def test_accuracy(op: str, shape: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-@pytest.mark.parametrize("backend", ["triton", "triton-split", "triton-sample", "triton-atomic"])
+@pytest.mark.parametrize("backend", ["triton", "triton-split", "triton-sample", "triton-atomic", "hopper-only"])
 def test_schemes_agree(op: str, backend: str) -> None:
     """Every backward scheme gives the gradients of the split one."""
+    if backend == "hopper-only":
+        needs_hopper(64)
     lengths = drawn(200, 0, 400)
     offsets = lengths_to_offsets(lengths).to(DEVICE)
     leaves = [packed(lengths, 4, 64, torch.bfloat16, s).requires_grad_() for s in range(3)]
@@ -143,9 +158,72 @@ def test_schemes_agree(op: str, backend: str) -> None:
     assert max(errors(list(results[1]), [g.double() for g in results[0]])) < 3e-3
 
 
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (33, 70)},
+    "causal window": {"causal": True, "window": (200, 0)},
+    "one side": {"window": (-1, 5)},
+}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_more_than_two_to_the_31_elements(op: str) -> None:
+def test_hopper_like_portable(op: str, mask: str, d: int) -> None:
+    """Masks, different lengths of queries and keys (none on one side), grouped heads, slack rows: as the portable kernels have them."""
+    needs_hopper(d)
+    q_lengths = torch.cat([torch.tensor([0, 1, 63, 64, 65, 127, 128, 129, 5, 0]), drawn(60, 0, 500)])
+    k_lengths = torch.cat([torch.tensor([5, 0, 64, 63, 1, 300, 128, 129, 0, 0]), drawn(60, 0, 500, seed=1)])
+    qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
+    slack = torch.tensor([7])
+    leaves = [
+        packed(torch.cat([lengths, slack]), heads, d, torch.bfloat16, s)
+        for s, (lengths, heads) in enumerate([(q_lengths, 4), (k_lengths, 2), (k_lengths, 2)])
+    ]
+    for x in leaves:
+        x[-7:] = torch.nan
+        x.requires_grad_()
+    do = packed(torch.cat([q_lengths, slack]), 4, d, torch.bfloat16, 4)
+    results = []
+    for backend in ("triton-split", "hopper-only"):
+        out = public(op, *leaves, qo, ko, backend=backend, max_q_len=500, max_k_len=500, **MASKS[mask])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    for name, mine, other in zip(("out", "dq", "dk", "dv"), results[1], results[0]):
+        assert not mine[-7:].any(), f"slack rows of {name}"
+        error = errors([mine], [other.double()])[0]
+        assert error < 4e-3, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neighbours_do_not_leak(backend: str, op: str) -> None:
+    """Every other sample full of NaN changes no bit of the others' results and gradients."""
+    if backend == "hopper-only":
+        needs_hopper(128)
+    lengths = drawn(40, 0, 300)
+    offsets = lengths_to_offsets(lengths).to(DEVICE)
+    odd = torch.repeat_interleave(torch.arange(40) % 2 == 1, lengths).to(DEVICE)
+    runs = []
+    for poisoned in (False, True):
+        leaves = [packed(lengths, 4, 128, torch.bfloat16, s) for s in range(3)]
+        do = packed(lengths, 4, 128, torch.bfloat16, 4)
+        for x in (*leaves, do):
+            x[odd] = torch.nan if poisoned else x[odd]
+        leaves = [x.requires_grad_() for x in leaves]
+        out = public(op, *leaves, offsets, offsets, backend=backend, max_q_len=300, max_k_len=300)
+        runs.append([x[~odd] for x in (out.detach(), *torch.autograd.grad(out, leaves, do))])
+    for name, clean, beside in zip(("out", "dq", "dk", "dv"), *runs):
+        assert torch.isfinite(beside).all(), f"{name}: NaN of a neighbour"
+        assert torch.equal(clean, beside), name
+
+
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_than_two_to_the_31_elements(backend: str, op: str) -> None:
     """4.5 million rows of 4 x 128: addresses beyond 32 bits. First, middle and last samples are compared."""
+    if backend == "hopper-only":
+        needs_hopper(128)
     batch, length, heads, d = 4400, 1024, 4, 128
     lengths = torch.full((batch,), length)
     offsets = lengths_to_offsets(lengths).to(DEVICE)
@@ -154,7 +232,7 @@ def test_more_than_two_to_the_31_elements(op: str) -> None:
     for i, x in enumerate((q, k, v, do)):
         x.normal_(generator=torch.Generator(DEVICE).manual_seed(i))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = public(op, *leaves, offsets, offsets, max_q_len=length, max_k_len=length)
+    out = public(op, *leaves, offsets, offsets, backend=backend, max_q_len=length, max_k_len=length)
     got = [out.detach(), *torch.autograd.grad(out, leaves, do)]
     for b in (0, 2047, 2048, batch - 1):
         rows = slice(b * length, (b + 1) * length)
@@ -188,14 +266,17 @@ def test_hundred_thousand_tiny_samples(op: str) -> None:
     assert max(errors(got, want)) < 1e-5
 
 
-def test_one_sample_of_200_000() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_sample_of_200_000(backend: str) -> None:
     """One very long sample among short ones: rows of the result and of dQ, columns of dK and dV, against float64."""
+    if backend == "hopper-only":
+        needs_hopper(64)
     long, heads, d = 200_000, 1, 64
     lengths = torch.cat([drawn(300, 1, 50), torch.tensor([long]), drawn(300, 1, 50, seed=2)])
     offsets = lengths_to_offsets(lengths).to(DEVICE)
     leaves = [packed(lengths, heads, d, torch.bfloat16, s).requires_grad_() for s in range(3)]
     do = packed(lengths, heads, d, torch.bfloat16, 7)
-    out, lse = ops.jagged_attention(*leaves, offsets, offsets, return_lse=True, backend="triton")
+    out, lse = ops.jagged_attention(*leaves, offsets, offsets, return_lse=True, backend=backend)
     dq, dk, dv = torch.autograd.grad(out, leaves, do)
     start = int(offsets[300])
     rows = slice(start, start + long)

@@ -21,6 +21,7 @@ import os
 import shlex
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from gem_kernels.bench.attention_peers import PEERS, Unavailable
 from gem_kernels.bench.attention_rows import ROWS, Data, Row, small
 from gem_kernels.bench.report import environment, say, write
 from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
-from gem_kernels.triton.attention.spec import specs
+from gem_kernels.triton import specs
 from gem_kernels.triton.common import tune
 from gem_kernels.triton.common.device import TARGETS
 from gem_kernels.triton.common.launch import compile_only
@@ -83,21 +84,26 @@ def compile_ahead(rows: list[Row], args: argparse.Namespace) -> None:
     target = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if not args.workers or target not in TARGETS:
         return
-    jobs = [(row, op, pass_, target, args.tune) for row in rows for op in row.ops if op in args.ops for pass_ in ("forward", "backward")]
+    jobs = [
+        (row, op, name, pass_, target, args.tune)
+        for row in rows for op in row.ops if op in args.ops for name in args.impls.split(",") for pass_ in ("forward", "backward")
+    ]  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with concurrent.futures.ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
         for job, fault in zip(jobs, pool.map(_compile_row, jobs)):
             if fault:
-                say(f"compiling {job[0].name} {job[1]} {job[2]}: {fault}")
+                say(f"compiling {job[0].name} {job[1]} {job[2]} {job[3]}: {fault}")
 
 
-def _compile_row(job: tuple[Row, str, str, str, bool]) -> str | None:
-    row, op, pass_, target, everything = job
+def _compile_row(job: tuple[Row, str, str, str, str, bool]) -> str | None:
+    row, op, name, pass_, target, everything = job
     try:
         with compile_only(target, every_candidate=everything):
             data = Data(small(row), "cpu")
-            spec = next(s for s in specs() if s.op == op and s.name == "triton")
+            spec = next(s for s in specs() if s.op == op and s.name == name)
             problem, tensors = data.problem(op), tuple(data.tensors.values())
+            if not spec.supports(replace(problem, device="cuda", arch=int(target.removeprefix("sm_")))):
+                return None
             if pass_ == "forward":
                 spec.forward(problem, *tensors)
             else:

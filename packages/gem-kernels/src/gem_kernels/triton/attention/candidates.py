@@ -127,7 +127,7 @@ def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         else:
             found = [_config(32, 16, 8, 2), _config(32, 16, 8, 1), _config(16, 16, 8, 3)]
         if wide > 128:
-            found = found[:1]
+            found = [_config(32, 16, 8, 2)]
     elif p.time:
         found = [_config(16, 64, 8, 2)]
     elif wide <= 64:

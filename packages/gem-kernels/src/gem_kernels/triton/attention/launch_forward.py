@@ -39,8 +39,13 @@ def forward(problem: Problem, tensors: tuple[Tensor | None, ...], subtract: bool
     if subtract:
         choose_and_run(x, "attention.forward_subtract", candidates.forward, lambda c: _stream(x, out, lse, c, subtract=True))
     else:
-        choose_and_run(x, "attention.forward", candidates.forward, lambda c: run_forward(x, out, lse, c))
+        fill(x, out, lse)
     return out, lse
+
+
+def fill(x: Inputs, out: Tensor, lse: Tensor | None) -> None:
+    """Compute ``out`` and ``lse`` with the kernel and configuration for the call."""
+    choose_and_run(x, "attention.forward", candidates.forward, lambda c: run_forward(x, out, lse, c))
 
 
 def run_forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:

@@ -80,10 +80,12 @@ def tile_list_kernel(
 class TileList:
     """``tiles [bound]`` int64 on the device, of which the first ``count[0]`` are set, and the host's ``bound`` on them."""
 
-    __slots__ = ("bound", "count", "tiles")
+    __slots__ = ("bound", "count", "table", "tiles")
 
     def __init__(self, tiles: Tensor, count: Tensor, bound: int) -> None:
         self.tiles, self.count, self.bound = tiles, count, bound
+        self.table: Tensor | None = None
+        """The entries spelt out, where a kernel wants them so (`gem_kernels.triton.hopper.common`)."""
 
 
 def tile_list(

@@ -86,6 +86,7 @@ class _Recorder:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, make_backend
+        from triton.experimental.gluon._runtime import GluonASTSource
         from triton.runtime.jit import create_function_from_signature
 
         backend = make_backend(GPUTarget("cuda", self.arch, 32))
@@ -95,7 +96,7 @@ class _Recorder:
         if key in self._seen:
             return
         self._seen.add(key)
-        source = ASTSource(kernel, signature, constexprs, attrs)
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
         built = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options.__dict__)
         ptx = built.asm["ptx"]
         shown = {k: v for k, v in meta.items() if isinstance(v, int | str | bool | tuple)}

@@ -1,0 +1,194 @@
+"""Backward pass on Hopper, key side: two warpgroups, each with 64 of a tile's 128 keys, share tiles of 64 query rows.
+
+    Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q          four products a tile
+
+The query heads of a group follow one another, so dK and dV are written once, without atomics, through the slots of K and V.
+"""
+
+# ruff: noqa: SIM113 - the compiler knows no enumerate
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from gem_kernels.triton.attention.activations import activate_with_slope
+from gem_kernels.triton.attention.masks import visible
+from gem_kernels.triton.hopper.common import fill_flat, load_box, make_barriers, query_range, read_tile, store_box
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _producer(
+    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    tile = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        kv_head = item % HKV
+        row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
+        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        slot = tile % HELD
+        mbarrier.wait(k_empty.index(slot), (tile // HELD & 1) ^ 1)
+        mbarrier.expect(k_full.index(slot), 4 * 128 * D)
+        load_box(k, row, lk, n0, kv_head * D, k_full.index(slot), k_slots.index(slot), 128, D)
+        load_box(v, row, lk, n0, kv_head * D, k_full.index(slot), v_slots.index(slot), 128, D)
+        tile += 1
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            for x in range(first, last):
+                stage = step % STAGES
+                mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(q_full.index(stage), 4 * 64 * D)
+                load_box(q, q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
+                load_box(dout, q_row, lq, x * 64, head * D, q_full.index(stage), do_slots.index(stage), 64, D)
+                step += 1
+
+
+@gluon.jit
+def _consumer(
+    lse, delta, dk, dv, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
+    act_ids, rows, left, right, scale, ds_scale, dv_scale,
+    WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dtype: gl.constexpr = q_slots.dtype
+    step = 0
+    tile = 0
+    row, lk, q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        kv_head = item % HKV
+        n_row, n_lk, n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        own = n0 + WHO * 64
+        shift = lk - lq
+        slot = tile % HELD
+        mbarrier.wait(k_full.index(slot), tile // HELD & 1)
+        if own < lk:
+            k_tile = k_slots.index(slot).slice(WHO * 64, 64)
+            v_tile = v_slots.index(slot).slice(WHO * 64, 64)
+            j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            j1 = gl.minimum(own + 64, lk)
+            dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                act_id = 0
+                if act_ids is not None:
+                    act_id = gl.load(act_ids + head)
+                for x in range(first, last):
+                    m0 = x * 64
+                    stage = step % STAGES
+                    i = m0 + gl.arange(0, 64, layout=column_layout)
+                    if SOFTMAX:
+                        at = head.to(gl.int64) * rows + q_row + i
+                        lse_i = gl.load(lse + at, i < lq, float("-inf"))
+                        delta_i = gl.load(delta + at, i < lq, 0.0)
+                    mbarrier.wait(q_full.index(stage), step // STAGES & 1)
+                    q_tile = q_slots.index(stage)
+                    do_tile = do_slots.index(stage)
+                    zero = gl.full([64, 64], 0.0, gl.float32, s_layout)
+                    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if SOFTMAX:
+                        # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
+                        lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                    if SOFTMAX:
+                        p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
+                        slope = p
+                    else:
+                        p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                    if CAUSAL or WINDOW:
+                        p_min = m0 + shift
+                        p_max = gl.minimum(m0 + 64, lq) - 1 + shift
+                        free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
+                        if CAUSAL:
+                            free = free & (j1 - 1 <= p_min)
+                        if free == 0:
+                            seen = visible(i[None, :] + shift, j[:, None], 0, left, right, CAUSAL, WINDOW, False)
+                            p = gl.where(seen, p, 0.0)
+                            slope = gl.where(seen, slope, 0.0)
+                    p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+                    dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                    ds = slope * (dp - delta_i[None, :]) if SOFTMAX else slope * dp
+                    ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
+                    dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+                    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
+                    mbarrier.arrive(q_empty.index(stage), count=1)
+                    step += 1
+            k_tile.store((dk_acc * ds_scale).to(dtype))
+            v_tile.store((dv_acc * dv_scale).to(dtype))
+            fence_async_shared()
+            store_box(dk, row, lk, own, kv_head * D, k_tile, 64, D)
+            store_box(dv, row, lk, own, kv_head * D, v_tile, 64, D)
+            tma.store_wait(0)
+        else:
+            # No key of this half belongs to the sample: keep the ring going.
+            for _x in range((last - first) * GROUP):
+                stage = step % STAGES
+                mbarrier.wait(q_full.index(stage), step // STAGES & 1)
+                mbarrier.arrive(q_empty.index(stage), count=1)
+                step += 1
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        tile += 1
+        row, lk, q_row, lq, n0 = n_row, n_lk, n_q_row, n_lq, n_n0
+
+
+@gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
+def hopper_bwd_dkdv_kernel(
+    q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets, act_ids, batch, rows, k_rows, left, right,
+    scale, ds_scale, dv_scale,
+    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
+    fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
+    fill_flat(dv, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
+    total = gl.load(tile_count) * HKV
+    dtype: gl.constexpr = q.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    k_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
+    v_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
+    q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
+    do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
+    q_full, q_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    k_full, k_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    lse, delta, dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
+                    act_ids, rows, left, right, scale, ds_scale, dv_scale,
+                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    lse, delta, dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
+                    act_ids, rows, left, right, scale, ds_scale, dv_scale,
+                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+                    HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

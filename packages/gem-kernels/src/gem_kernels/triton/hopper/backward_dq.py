@@ -1,0 +1,203 @@
+"""Backward pass on Hopper, query side: the counterpart of `forward`, with Q and dO held and K and V streamed.
+
+    S = Q Kᵀ, dP = dO Vᵀ  ->  dS, in registers  ->  dQ += dS K          three products a tile
+
+For softmax the kernel also leaves delta = rowsum(O ∘ dO) in memory, which the key side reads; it therefore runs first. dQ leaves through
+the slot of Q.
+"""
+
+# ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
+# the compiler knows no enumerate
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from gem_kernels.triton.attention.activations import activate_with_slope
+from gem_kernels.triton.attention.masks import visible
+from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, read_tile, store_box
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _producer(
+    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    tile = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = item % H
+        row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
+        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+        slot = tile % HELD
+        mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), 4 * 128 * D)
+        load_box(q, row, lq, m0, head * D, q_full.index(slot), q_slots.index(slot), 128, D)
+        load_box(dout, row, lq, m0, head * D, q_full.index(slot), do_slots.index(slot), 128, D)
+        tile += 1
+        for x in range(first, last):
+            stage = step % STAGES
+            phase = (step // STAGES & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
+            load_box(k, k_row, lk, x * BLOCK_N, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
+            load_box(v, k_row, lk, x * BLOCK_N, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
+            step += 1
+
+
+@gluon.jit
+def _consumer(
+    out, lse, delta, dq, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+    WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q_slots.dtype
+    step = 0
+    tile = 0
+    row, lq, _k_row, lk, m0 = read_tile(table, gl.program_id(0), total, H)
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = item % H
+        n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item + gl.num_programs(0), total, H)
+        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+        own = m0 + WHO * 64
+        shift = lk - lq
+        slot = tile % HELD
+        if own < lq:
+            _first, _last, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            i = own + gl.arange(0, 64, layout=row_layout)
+            q_tile = q_slots.index(slot).slice(WHO * 64, 64)
+            do_tile = do_slots.index(slot).slice(WHO * 64, 64)
+            act_id = 0
+            if act_ids is not None:
+                act_id = gl.load(act_ids + head)
+            if SOFTMAX:
+                r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+                c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+                at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
+                o_rows = gl.load(at, (r < lq)[:, None], 0.0)
+                lse_i = gl.load(lse + head.to(gl.int64) * rows + row + i, i < lq, float("-inf"))
+                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+                sums = gl.sum(o_rows.to(gl.float32) * do_tile.load(wide).to(gl.float32), 1)
+                delta_i = gl.convert_layout(sums, row_layout) * delta_scale
+                gl.store(delta + head.to(gl.int64) * rows + row + i, delta_i, i < lq)
+                # A row that sees no key must give P = 2^(S - inf) = 0.
+                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+            else:
+                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+            acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            for x in range(first, last):
+                n0 = x * BLOCK_N
+                stage = step % STAGES
+                phase = step // STAGES & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+                s = warpgroup_mma(q_tile, k_slots.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                dp = warpgroup_mma(do_tile, v_slots.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+                masked = (n0 < free0) | (n0 + BLOCK_N > free1)
+                if SOFTMAX:
+                    slope = gl.exp2(s * (scale * LOG2E) - lse_i[:, None])
+                    if masked:
+                        seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
+                        slope = gl.where(seen, slope, 0.0)
+                else:
+                    _value, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                    if CAUSAL or WINDOW:
+                        if masked:
+                            seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False)
+                            slope = gl.where(seen, slope, 0.0)
+                dp = warpgroup_mma_wait(0, deps=(dp,))
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                ds = slope * (dp - delta_i[:, None]) if SOFTMAX else slope * dp
+                ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
+                acc = warpgroup_mma(ds16, k_slots.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                step += 1
+            q_tile.store((acc * ds_scale).to(dtype))
+            fence_async_shared()
+            store_box(dq, row, lq, own, head * D, q_tile, 64, D)
+            tma.store_wait(0)
+        else:
+            # No row of this half belongs to the sample: keep the rings going.
+            mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+            for _x in range(first, last):
+                stage = step % STAGES
+                phase = step // STAGES & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                step += 1
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        tile += 1
+        row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0
+
+
+@gluon.jit(do_not_specialize=["batch", "rows", "left", "right"])
+def hopper_bwd_dq_kernel(
+    q, k, v, dout, dq_box, dq, out, lse, delta, table, tile_count, q_offsets, act_ids, batch, rows, left, right,
+    scale, ds_scale, delta_scale, stride_on, stride_oh,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+    total = gl.load(tile_count) * H
+    dtype: gl.constexpr = q.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    q_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
+    do_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
+    k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
+    v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
+    q_full, q_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)
+    k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    out, lse, delta, dq_box, table, total, q_slots, do_slots, k_slots, v_slots,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    out, lse, delta, dq_box, table, total, q_slots, do_slots, k_slots, v_slots,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

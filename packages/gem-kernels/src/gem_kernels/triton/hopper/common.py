@@ -1,0 +1,117 @@
+"""What the Gluon kernels of this family share: tiles of a sample, shared-memory layouts, the order of a kernel's work.
+
+A kernel is persistent, one program an SM, and has three partitions: two consumer warpgroups, each with a quarter of the registers, and one
+producer warp that fills rings of shared-memory slots by TMA. A ring has a pair of barriers a slot: ``full`` (the bytes have landed) and
+``empty`` (both consumers have done with them).
+
+Rows outside a sample never reach a product: the descriptors are ragged (`gem_kernels.triton.attention.tiles.descriptor`), so the hardware
+reads zeros there and leaves rows outside alone when it writes.
+
+The work list is ``table [tiles, 8]`` int32, one entry a tile: first row, rows of the sample on this side, first row and rows of it on the
+other side, first row within the sample. Entry and head of a program's n-th item are known ahead, so the next entry is read a tile early.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+_BILLION = gl.constexpr(1 << 30)
+
+
+@triton.jit(do_not_specialize=["bound"])
+def tile_table_kernel(table, tiles, count, offsets, other_offsets, bound, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Spells out the entries of a tile list (``sample << 32 | block``): see the module's docstring."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = item < tl.minimum(tl.load(count), bound)
+    entry = tl.load(tiles + item, live, 0)
+    sample = entry >> 32
+    start = ((entry & 0xFFFFFFFF) * ROWS).to(tl.int32)
+    row = tl.load(offsets + sample, live, 0).to(tl.int32)
+    rows = tl.load(offsets + sample + 1, live, 0).to(tl.int32) - row
+    other = tl.load(other_offsets + sample, live, 0).to(tl.int32)
+    others = tl.load(other_offsets + sample + 1, live, 0).to(tl.int32) - other
+    to = table + item * 8
+    tl.store(to, row, live)
+    tl.store(to + 1, rows, live)
+    tl.store(to + 2, other, live)
+    tl.store(to + 3, others, live)
+    tl.store(to + 4, start, live)
+
+
+@gluon.jit
+def read_tile(table, item, total, H: gl.constexpr):
+    """(first row, rows, first row of the other side, rows there, start) of an item; anything past the end."""
+    at = table + gl.maximum(gl.minimum(item, total - 1), 0) // H * 8
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+
+
+@gluon.jit
+def load_box(box, row0, rows, start, column, bar, slot, ROWS: gl.constexpr, D: gl.constexpr):
+    """Start the copy of rows start .. start + ROWS of a sample of ``rows`` rows from ``row0`` on into ``slot [ROWS, D]``."""
+    to = slot._reinterpret(slot.dtype, [1, 1, ROWS, D], box.layout)
+    tma.async_copy_global_to_shared(box, [_BILLION, row0 + rows, _BILLION - rows + start, column], bar, to)
+
+
+@gluon.jit
+def store_box(box, row0, rows, start, column, slot, ROWS: gl.constexpr, D: gl.constexpr):
+    """The converse of `load_box`; rows outside the sample are left alone."""
+    source = slot._reinterpret(slot.dtype, [1, 1, ROWS, D], box.layout)
+    tma.async_copy_shared_to_global(box, [_BILLION, row0 + rows, _BILLION - rows + start, column], source)
+
+
+@gluon.jit
+def make_barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    """``SLOTS`` barriers that complete a phase after ``COUNT`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def fill_flat(to, begin, end, value, PROGRAM_WARPS: gl.constexpr):
+    """Elements begin .. end of a contiguous tensor become ``value``; the grid's programs share them."""
+    BLOCK: gl.constexpr = 1024
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PROGRAM_WARPS], [0])
+    at = gl.arange(0, BLOCK, layout=layout)
+    for start in range(begin + gl.program_id(0).to(gl.int64) * BLOCK, end, gl.num_programs(0) * BLOCK):
+        gl.store(to + start + at, gl.full([BLOCK], value, to.dtype.element_ty, layout), start + at < end)
+
+
+@gluon.jit
+def key_range(m0, m1, lq, lk, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Of query rows m0 .. m1: (first key block, one past the last, keys free0 .. free1 that all of the rows see)."""
+    shift = lk - lq
+    lo = m0 * 0
+    hi = lk
+    free0 = lo
+    free1 = lk
+    if CAUSAL:
+        hi = gl.minimum(hi, m1 + shift)
+        free1 = gl.minimum(free1, m0 + shift + 1)
+    if WINDOW:
+        lo = gl.maximum(lo, m0 + shift - left)
+        hi = gl.minimum(hi, m1 + shift + right)
+        free0 = gl.maximum(free0, m1 - 1 + shift - left)
+        free1 = gl.minimum(free1, m0 + shift + right + 1)
+    first = lo // BLOCK_N
+    return first, gl.maximum((gl.maximum(hi, 0) + BLOCK_N - 1) // BLOCK_N, first), free0, free1
+
+
+@gluon.jit
+def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Of keys n0 .. n1: (first block of query rows that see one of them, one past the last)."""
+    shift = lk - lq
+    lo = n0 * 0
+    hi = lq
+    if CAUSAL:
+        lo = gl.maximum(lo, n0 - shift)
+    if WINDOW:
+        lo = gl.maximum(lo, n0 - right - shift)
+        hi = gl.minimum(hi, n1 + left - shift)
+    first = lo // BLOCK_M
+    return first, gl.maximum((gl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M, first)

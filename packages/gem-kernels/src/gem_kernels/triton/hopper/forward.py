@@ -1,0 +1,230 @@
+"""Forward pass on Hopper: two warpgroups, each with 64 query rows of a 128-row tile, share the K and V tiles that a third partition loads.
+
+    producer    Q | K V | K V | K V | ...            one TMA a box, rings of 2 slots each for Q, K and V
+    consumer 0  S = Q Kᵀ | softmax step or activation | O += P V | ...
+    consumer 1       the same half a step apart: its products run while the other one does its elementwise work
+
+P goes from the accumulator's registers straight into the next product. Key blocks are walked from the last to the first; tiles that all
+rows of a warpgroup see wholly are not masked. O leaves through a buffer of its own, so that the slot of Q is free after the last product.
+Nothing may be changed in a branch while it is an operand of an unfinished wgmma: ptxas does that in place.
+"""
+
+# ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
+# the compiler knows no enumerate
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from gem_kernels.triton.attention.activations import activate
+from gem_kernels.triton.attention.masks import visible
+from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, read_tile, store_box
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _producer(
+    q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    tile = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = item % H
+        row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
+        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+        slot = tile % 2
+        mbarrier.wait(q_empty.index(slot), (tile // 2 & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), 2 * 128 * D)
+        load_box(q, row, lq, m0, head * D, q_full.index(slot), q_slots.index(slot), 128, D)
+        tile += 1
+        for x in range(last - first):
+            n0 = (last - 1 - x) * BLOCK_N
+            stage = step % STAGES
+            phase = (step // STAGES & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
+            load_box(k, k_row, lk, n0, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
+            load_box(v, k_row, lk, n0, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
+            step += 1
+
+
+@gluon.jit
+def _scaled_fast_gelu(s, slope_1, slope_3):
+    """2 · gelu(scale · s) / scale: both constants are left to the epilogue."""
+    u = s * (slope_1 + slope_3 * s * s)
+    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=gl.float32, is_pure=True, pack=1)
+    return s + s * t
+
+
+@gluon.jit
+def _consumer(
+    out, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    act_ids, rows, left, right, scale, out_scale,
+    WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = q_slots.dtype
+    # The row maximum may be taken of raw scores where scaling keeps their order.
+    step_2 = scale * LOG2E if POSITIVE else LOG2E
+    slope_1 = 0.7978845608 * scale
+    slope_3 = 0.0356774081 * scale * scale * scale
+    step = 0
+    tile = 0
+    row, lq, _k_row, lk, m0 = read_tile(table, gl.program_id(0), total, H)
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = item % H
+        n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item + gl.num_programs(0), total, H)
+        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+        own = m0 + WHO * 64
+        shift = lk - lq
+        slot = tile % 2
+        mbarrier.wait(q_full.index(slot), tile // 2 & 1)
+        if own < lq:
+            _first, _last, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            q_tile = q_slots.index(slot).slice(WHO * 64, 64)
+            act_id = 0
+            if act_ids is not None:
+                act_id = gl.load(act_ids + head)
+            i = own + gl.arange(0, 64, layout=row_layout)
+            m_i = gl.full([64], float("-inf"), gl.float32, row_layout)
+            l_i = gl.full([64], 0.0, gl.float32, row_layout)
+            acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            for x in range(last - first):
+                n0 = (last - 1 - x) * BLOCK_N
+                stage = step % STAGES
+                phase = step // STAGES & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                s = warpgroup_mma(
+                    q_tile, k_slots.index(stage).permute((1, 0)), gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout),
+                    use_acc=False, is_async=True,
+                )  # fmt: skip
+                s = warpgroup_mma_wait(0, deps=(s,))
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+                masked = (n0 < free0) | (n0 + BLOCK_N > free1)
+                if SOFTMAX:
+                    if not POSITIVE:
+                        s = s * scale
+                    if masked:
+                        seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
+                        s = gl.where(seen, s, float("-inf"))
+                    m_new = gl.maximum(m_i, gl.max(s, 1) * step_2)
+                    m_safe = m_new
+                    if CAUSAL or WINDOW:
+                        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+                    p = gl.exp2(s * step_2 - m_safe[:, None])
+                    alpha = gl.exp2(m_i - m_safe)
+                    l_i = l_i * alpha + gl.sum(p, 1)
+                    acc = acc * gl.convert_layout(alpha, o_row_layout, assert_trivial=True)[:, None]
+                    m_i = m_new
+                else:
+                    if FOLDED:
+                        p = _scaled_fast_gelu(s, slope_1, slope_3)
+                    else:
+                        p = activate(s * scale, act_id, ACT, ACT_SET, FAST)
+                    if CAUSAL or WINDOW:
+                        if masked:
+                            seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
+                            p = gl.where(seen, p, 0.0)
+                p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                acc = warpgroup_mma(p16, v_slots.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                step += 1
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            if SOFTMAX:
+                live = l_i > 0
+                factor = gl.where(live, out_scale / l_i, 0.0)
+                acc = acc * gl.convert_layout(factor, o_row_layout, assert_trivial=True)[:, None]
+                value = gl.where(live, (m_i + gl.log2(l_i)) * LN2, float("-inf"))
+                gl.store(lse + head.to(gl.int64) * rows + row + i, value, i < lq)
+            else:
+                acc = acc * out_scale
+            tma.store_wait(0)
+            o_tile = o_buffer.index(WHO)
+            o_tile.store(acc.to(dtype))
+            fence_async_shared()
+            store_box(out, row, lq, own, head * D, o_tile, 64, D)
+        else:
+            # No row of this half belongs to the sample: keep the rings going.
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            for _x in range(last - first):
+                stage = step % STAGES
+                phase = step // STAGES & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                step += 1
+        tile += 1
+        row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["batch", "rows", "left", "right"])
+def hopper_fwd_kernel(
+    q, k, v, out_box, out, lse, table, tile_count, q_offsets, act_ids, batch, rows, left, right, scale, out_scale,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    used = gl.load(q_offsets + batch).to(gl.int64)
+    fill_flat(out, used * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+    if SOFTMAX:
+        for head in range(H):
+            fill_flat(lse + head * rows.to(gl.int64), used, rows.to(gl.int64), float("-inf"), num_warps)
+    total = gl.load(tile_count) * H
+    dtype: gl.constexpr = q.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    q_slots = gl.allocate_shared_memory(dtype, [2, 128, D], tile)
+    k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
+    v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
+    o_buffer = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
+    q_full, q_empty = make_barriers(2, 1), make_barriers(2, 2)
+    k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    act_ids, rows, left, right, scale, out_scale,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    act_ids, rows, left, right, scale, out_scale,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

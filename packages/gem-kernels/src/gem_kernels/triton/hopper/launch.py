@@ -1,0 +1,191 @@
+"""From tensors to launches of the Hopper kernels, pass by pass.
+
+``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
+tile), STAGES (slots of the streamed side), HELD (slots of the held side).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.contract import Problem
+from gem_kernels.triton.attention import launch_backward, launch_forward
+from gem_kernels.triton.attention.inputs import Inputs, choose_and_run, dense_columns
+from gem_kernels.triton.attention.plan import Plan, plan
+from gem_kernels.triton.attention.schedule import TileList
+from gem_kernels.triton.attention.tiles import _ENDLESS, _MAX_TMA_ROWS, tma_fits
+from gem_kernels.triton.common.configs import Config
+from gem_kernels.triton.common.device import DeviceInfo
+from gem_kernels.triton.common.launch import launch
+
+Saved = tuple[Tensor | None, ...]
+_PORTABLE: Config = {"GLUON": 0}
+_ROWS = 128
+
+
+def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Output ``[rows, H, D]`` and, for softmax, lse ``[H, rows]`` (else None)."""
+    p = plan(problem)
+    x = _inputs(p, tensors)
+    if _nothing(x):
+        return launch_forward.forward(problem, tensors)
+    out = torch.empty(x.out_rows, p.heads, p.dv, dtype=x.q.dtype, device=x.device)
+    lse = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
+
+    def run(config: Config) -> None:
+        if config["GLUON"]:
+            _forward(x, out, lse, config)
+        else:
+            launch_forward.fill(x, out, lse)
+
+    choose_and_run(x, "hopper.forward", lambda *a: candidates(*a, gluon_only), run)
+    return out, lse
+
+
+def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...], gluon_only: bool = False) -> Saved:
+    """Gradients of q, k, v; None for what is not needed and for the contract's other tensors."""
+    p = plan(problem)
+    x = _inputs(p, saved[:18])
+    if _nothing(x):
+        return launch_backward.backward(problem, saved, dout, needs)
+    found: list[Saved] = []
+
+    def run(config: Config) -> None:
+        if config["GLUON"]:
+            found[:] = [_backward(x, saved[18:], dout)]
+        else:
+            found[:] = [launch_backward.backward(problem, saved, dout, needs)]
+
+    choose_and_run(x, "hopper.backward", lambda *a: candidates(*a, gluon_only), run)
+    return tuple(g if need else None for g, need in zip((*found[0][:3], None, None, None, None), needs))
+
+
+def candidates(kernel: str, p: Plan, info: DeviceInfo, gluon_only: bool) -> list[Config]:
+    """For hopper.forward and hopper.backward, best guess first."""
+    if kernel == "hopper.forward":
+        found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
+        if p.k_bound <= 256 or 0 < p.band <= 512:
+            found.reverse()
+    else:
+        found = [{"GLUON": 1}]
+    return found if gluon_only else [*found, _PORTABLE]
+
+
+def _query_side(*_: Any) -> list[Config]:
+    return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 128, "STAGES": 2, "HELD": 1}]
+
+
+def _key_side(*_: Any) -> list[Config]:
+    return [{"STAGES": 3, "HELD": 2}, {"STAGES": 4, "HELD": 1}]
+
+
+def _inputs(p: Plan, tensors: Saved) -> Inputs:
+    """Rows that a descriptor cannot address (a base or a row step that is no multiple of 16 bytes, heads apart) are copied."""
+    x = Inputs(p, tensors)
+    x.q, x.k, x.v = (_addressable(t) for t in (x.q, x.k, x.v))
+    return x
+
+
+def _addressable(t: Tensor) -> Tensor:
+    return t if t.shape[0] == 0 or tma_fits(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _nothing(x: Inputs) -> bool:
+    return x.batch == 0 or x.out_rows == 0 or x.k.shape[0] == 0
+
+
+def _box(x: Tensor, rows: int) -> Any:
+    """A ragged descriptor (`gem_kernels.triton.attention.tiles.descriptor`) with the layout that Gluon wants to know."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    heads, d = x.shape[1:]
+    step = x.stride(0)
+    made = object.__new__(TensorDescriptor)
+    made.base, made.padding = x, "zero"
+    made.shape, made.strides = [_ENDLESS, _ENDLESS, _MAX_TMA_ROWS, heads * d], [2**34 - step, step, step, 1]
+    made.block_shape = [1, 1, rows, d]
+    made.layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, d], gl.float16 if x.dtype == torch.float16 else gl.bfloat16)
+    return made
+
+
+def _table(tiles: TileList, offsets: Tensor, others: Tensor) -> Tensor:
+    """``[tiles, 8]`` int32: see `gem_kernels.triton.hopper.common`."""
+    from gem_kernels.triton.hopper.common import tile_table_kernel
+
+    if tiles.table is None:
+        tiles.table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=offsets.device)
+        launch(
+            tile_table_kernel, (-(-tiles.bound // 256),), offsets.device,
+            tiles.table, tiles.tiles, tiles.count, offsets, others, tiles.bound, ROWS=_ROWS, BLOCK=256, num_warps=4,
+        )  # fmt: skip
+    return tiles.table
+
+
+def _constants(x: Inputs) -> dict[str, Any]:
+    p = x.plan
+    found = p.constants(True)
+    return {name: found[name] for name in ("GROUP", "D", "SOFTMAX", "ACT", "ACT_SET", "CAUSAL", "WINDOW", "FAST")} | {
+        "num_warps": 4, "maxnreg": 168,
+    }  # fmt: skip
+
+
+def _folds_scale(p: Plan) -> bool:
+    """Whether the kernel's activation leaves ``scale_in`` to the epilogue too (`gem_kernels.triton.hopper.forward`)."""
+    return not p.softmax and p.activation == "fast_gelu" and p.dtype == "bf16"
+
+
+def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
+    from gem_kernels.triton.hopper.forward import hopper_fwd_kernel
+
+    p, n = x.plan, config["BLOCK_N"]
+    tiles = x.q_tiles(_ROWS)
+    table = _table(tiles, x.q_offsets, x.k_offsets)
+    gain = p.out_scale * p.folded_gain * (p.scale if _folds_scale(p) else 1.0)
+    launch(
+        hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
+        _box(x.q, _ROWS), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table, tiles.count, x.q_offsets, x.act_ids,
+        x.batch, x.out_rows, p.left, p.right, p.scale, gain,
+        H=p.heads, FOLDED=_folds_scale(p), POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], **_constants(x),
+    )  # fmt: skip
+
+
+def _backward(x: Inputs, results: Saved, dout: Tensor) -> Saved:
+    """dQ (which leaves delta for the other), then dK and dV."""
+    from gem_kernels.triton.hopper.backward_dkdv import hopper_bwd_dkdv_kernel
+    from gem_kernels.triton.hopper.backward_dq import hopper_bwd_dq_kernel
+
+    p = x.plan
+    out, lse = results if p.softmax else (None, None)
+    dout = _addressable(dense_columns(dout))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
+    delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
+    gain = p.out_scale * p.folded_gain
+    delta_scale = 1.0 / p.out_scale if p.out_scale else 0.0
+    strides = (0, 0) if out is None else out.stride()[:2]
+    constants = _constants(x)
+
+    def query_side(config: Config) -> None:
+        tiles, n = x.q_tiles(_ROWS), config["BLOCK_N"]
+        launch(
+            hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
+            _box(x.q, _ROWS), _box(x.k, n), _box(x.v, n), _box(dout, _ROWS), _box(dq, 64), dq, out, lse, delta,
+            _table(tiles, x.q_offsets, x.k_offsets), tiles.count, x.q_offsets, x.act_ids, x.batch, x.out_rows, p.left, p.right,
+            p.scale, p.scale * gain, delta_scale, *strides, H=p.heads, **config, **constants,
+        )  # fmt: skip
+
+    def key_side(config: Config) -> None:
+        tiles = x.k_tiles(_ROWS)
+        launch(
+            hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
+            _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
+            _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
+            p.left, p.right, p.scale, p.scale * gain, gain, HKV=p.kv_heads, **config, **constants,
+        )  # fmt: skip
+
+    choose_and_run(x, "hopper.dq", _query_side, query_side)
+    choose_and_run(x, "hopper.dkdv", _key_side, key_side)
+    return dq, dk, dv

@@ -1,4 +1,4 @@
-"""Everything that a contributor or CI runs: ``nox -s quickstart | tests | lint | tests_package | isolated | dist``.
+"""Everything that a contributor or CI runs; ``nox --list`` tells what there is.
 
 Environments are reused and hold the packages editable. On a machine without a GPU the CPU builds are pinned first, so that nothing
 pulls CUDA; on one with a GPU the interpreter's own CUDA torch is used where there is one, else the CUDA builds are installed.
@@ -7,10 +7,12 @@ pulls CUDA; on one with a GPU the interpreter's own CUDA torch is used where the
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import nox
@@ -38,7 +40,7 @@ def _own_cuda_torch() -> str | None:
 OWN_TORCH = _own_cuda_torch() if GPU else None
 VENV = ["--system-site-packages"] if OWN_TORCH else []
 
-PACKAGES = ("gem-core", "gem-data", "gem-kernels", "gem-parallel", "gem-precision")
+PACKAGES = tuple(sorted(path.parent.name for path in Path("packages").glob("*/pyproject.toml")))
 EXTRAS = {"gem-core": "[log]"}
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 TEST_NEEDS = {
@@ -151,17 +153,113 @@ def isolated(session: nox.Session, package: str) -> None:
     session.run("pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
-@nox.session
+@nox.session(venv_params=VENV)
 @nox.parametrize("package", PACKAGES)
 def dist(session: nox.Session, package: str) -> None:
-    """Source archive and wheel of one package into dist/, contents listed and checked."""
+    """Source archive and wheel of one package into dist/: contents listed and checked, each installed, imported, listed as a plug-in."""
+    pins = _install_torch(session)
     session.install("build", "twine", *BUILD_TOOLS)
     out = Path("dist", package)
     shutil.rmtree(out, ignore_errors=True)
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(out), f"packages/{package}", silent=True)
     session.run("python", "-m", "twine", "check", "--strict", *map(str, out.iterdir()))
-    for wheel in out.glob("*.whl"):
-        session.run("python", "-m", "zipfile", "--list", str(wheel))
+    if package != "gem-core":
+        session.install("--no-build-isolation", *_constrained(session, pins), "packages/gem-core")
+    for archive in sorted(out.iterdir()):
+        lister = ("zipfile", "--list") if archive.suffix == ".whl" else ("tarfile", "--list")
+        session.run("python", "-m", *lister, str(archive))
+        session.install("--no-build-isolation", *_constrained(session, pins), str(archive))
+        session.run("python", "-c", f"import {package.replace('-', '_')}")
+        listed = session.run("gemrec", "plugins", silent=True, env={"GEM_PLUGINS_STRICT": "1"}) or ""
+        if package != "gem-core" and f"{package} " not in listed:
+            session.error(f"{archive.name} is installed, but `gemrec plugins` does not list it")
+        session.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", package)
+
+
+@nox.session(venv_params=VENV)
+@nox.parametrize("package", PACKAGES)
+def minimums(session: nox.Session, package: str) -> None:
+    """Tests of one package with the lowest version of every dependency that it and the core declare, warnings shown.
+
+    torch stays at the version of the other sessions; `compat` runs the oldest one.
+    """
+    pins = [*_install_torch(session), *(f"{name}=={version}" for name, version in _lowest(("gem-core", package)).items())]
+    session.install(*BUILD_TOOLS)
+    editable = [word for name in dict.fromkeys(("gem-core", package)) for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
+    needs = () if package == "gem-parallel" else TEST_NEEDS.get(package, ())
+    session.install("--no-build-isolation", *_constrained(session, pins), *editable, *TEST_TOOLS, *needs)
+    session.run("pytest", "-W", "default", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
+
+
+@nox.session(venv_params=VENV)
+def compat(session: nox.Session) -> None:
+    """Every test with the oldest torch that the packages declare (opt in: it is downloaded)."""
+    oldest = _lowest(PACKAGES, keep=("torch",))["torch"]
+    session.install(f"torch=={oldest}" if GPU else f"torch=={oldest}+cpu", "--extra-index-url", CPU_WHEELS)
+    session.install(*BUILD_TOOLS, "triton>=3.6,<3.7")
+    editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
+    session.install("--no-build-isolation", *_constrained(session, [f"torch=={oldest}"]), *editable, *TEST_TOOLS, *PEERS)
+    session.run("pytest", *(session.posargs or ["packages"]), env=QUIET_THREADS)
+
+
+@nox.session(venv_params=VENV)
+def core_against_released(session: nox.Session) -> None:
+    """This core beside the released plug-ins (their last tags, or the commit before): nothing that they use may break."""
+    _mixed(session, released=tuple(name for name in PACKAGES if name != "gem-core"))
+
+
+@nox.session(venv_params=VENV)
+def plugins_against_released_core(session: nox.Session) -> None:
+    """These plug-ins beside the released core (its last tag, or the commit before)."""
+    _mixed(session, released=("gem-core",))
+
+
+@nox.session(venv_params=VENV)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU, on a machine that has one; with arguments: pytest's own."""
+    if not GPU:
+        session.error("there is no GPU on this machine (no nvidia-smi)")
+    _install(session, PACKAGES, *TEST_TOOLS, *PEERS)
+    _install_torchrec(session)
+    session.run("pytest", "-m", "gpu or multigpu", *(session.posargs or ["packages", "tests"]), env=QUIET_THREADS)
+
+
+@nox.session
+def changed(session: nox.Session) -> None:
+    """Tests of the packages that changed since a commit (argument; origin/main or the commit before) and of those that need them."""
+    since = session.posargs[0] if session.posargs else _default_base()
+    for name in _affected(since):
+        session.notify(f"tests_package(package='{name}')")
+    session.log(f"changed since {since}: {', '.join(_affected(since)) or 'no package'}")
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES)
+def release(session: nox.Session, package: str) -> None:
+    """Release one package: ``nox -s "release(package='gem-data')" -- minor`` (or major, patch, a version).
+
+    Moves the changelog's "Unreleased" under the new version, bumps, builds, commits and tags ``<package>-v<version>``; pushes nothing.
+    """
+    if len(session.posargs) != 1:
+        session.error("say what to release: major, minor, patch, or a version")
+    if _git("status", "--porcelain"):
+        session.error("the tree has changes that are not committed")
+    session.install("hatch", "build", *BUILD_TOOLS)
+    folder = Path("packages", package)
+    changelog = folder / "CHANGELOG.md"
+    text = changelog.read_text()
+    notes = re.search(r"## Unreleased\n(.*?)(?=\n## |\Z)", text, re.DOTALL)
+    if notes is None or not notes[1].strip():
+        session.error(f"{changelog} says nothing under '## Unreleased'")
+    with session.chdir(folder):
+        session.run("hatch", "version", session.posargs[0])
+        version = (session.run("hatch", "version", silent=True) or "").strip().splitlines()[-1]
+    date = _git("log", "-1", "--format=%cs")
+    changelog.write_text(text.replace("## Unreleased\n", f"## Unreleased\n\n## {version} - {date}\n", 1))
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", f"dist/{package}", str(folder))
+    _git("commit", "--quiet", "--message", f"Release {package} {version}", "--", str(folder))
+    _git("tag", f"{package}-v{version}")
+    session.log(f"tagged {package}-v{version}; archives are in dist/{package}. Push the commit and the tag, then upload.")
 
 
 @nox.session
@@ -171,6 +269,73 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *(f"packages/gem-core/src/gem_core/{name}" for name in TYPED))
+
+
+def _constrained(session: nox.Session, pins: list[str]) -> tuple[str, str]:
+    """pip's option that holds ``pins``."""
+    path = Path(session.create_tmp(), "constraints.txt")
+    path.write_text("\n".join(pins))
+    return "-c", str(path)
+
+
+def _project(package: str) -> dict[str, object]:
+    project: dict[str, object] = tomllib.loads(Path("packages", package, "pyproject.toml").read_text())["project"]
+    return project
+
+
+def _lowest(packages: tuple[str, ...], keep: tuple[str, ...] = ()) -> dict[str, str]:
+    """Distribution -> lowest declared version, of all that ``packages`` declare; torch, triton and our own are left out unless kept."""
+    found: dict[str, str] = {}
+    for package in packages:
+        for need in map(str, _project(package)["dependencies"]):  # type: ignore[call-overload]
+            named = re.match(r"([A-Za-z0-9_.-]+)[^>]*>=([0-9][0-9a-z.]*)", need)
+            if named and (named[1] in keep or not (named[1].startswith("gem-") or named[1] in ("torch", "triton"))):
+                found[named[1]] = max(named[2], found.get(named[1], named[2]), key=lambda v: tuple(map(int, v.split("."))))
+    return found
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _default_base() -> str:
+    known = subprocess.run(["git", "rev-parse", "--verify", "--quiet", "origin/main"], capture_output=True, check=False)
+    return "origin/main" if known.returncode == 0 and _git("rev-parse", "origin/main") != _git("rev-parse", "HEAD") else "HEAD~1"
+
+
+def _affected(since: str) -> list[str]:
+    """Packages with changed files, and those that depend on them."""
+    files = _git("diff", "--name-only", since).splitlines()
+    touched = {name for name in PACKAGES if any(f.startswith(f"packages/{name}/") for f in files)}
+    needs = {name: {re.split(r"[^A-Za-z0-9_.-]", str(n))[0] for n in _project(name)["dependencies"]} for name in PACKAGES}  # type: ignore[attr-defined]
+    return [name for name in PACKAGES if name in touched or needs[name] & touched]
+
+
+def _mixed(session: nox.Session, released: tuple[str, ...]) -> None:
+    """The packages ``released`` as they were released, built to wheels, beside the present others; the tests that cross packages run."""
+    pins = _install_torch(session)
+    session.install(*BUILD_TOOLS)
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = []
+        for name in PACKAGES:
+            source = Path("packages", name)
+            if name in released:
+                tag = subprocess.run(
+                    ["git", "describe", "--tags", "--abbrev=0", "--match", f"{name}-v*"], capture_output=True, text=True, check=False
+                ).stdout.strip()
+                source = Path(folder, name)
+                source.mkdir()
+                archive = Path(folder, f"{name}.tar")
+                _git("archive", "--output", str(archive), tag or "HEAD~1", f"packages/{name}")
+                shutil.unpack_archive(archive, source)
+                source = source / "packages" / name
+                session.log(f"{name} of {tag or 'the commit before'}")
+            session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, str(source), silent=True)
+        wheels = sorted(str(w) for w in Path(folder).glob("*.whl"))
+        session.install("--force-reinstall", "--no-deps", *wheels)
+        session.install(*_constrained(session, pins), *wheels, *TEST_TOOLS, *PEERS)
+    session.run("gemrec", "plugins", env=QUIET_THREADS)
+    session.run("pytest", *(session.posargs or ["tests/test_quickstart.py", "tests/test_readmes.py"]), env=QUIET_THREADS)
 
 
 def _passes_alone(session: nox.Session, package: str) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import masks
-from gem_kernels.eager import bench, engine
+from gem_kernels.eager import bench, engine, runs
 from gem_kernels.eager import plan as planning
 from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, make_plan
 
@@ -122,3 +122,82 @@ def test_bench_writes_what_it_measured(tmp_path: Any, capsys: pytest.CaptureFixt
     bench.main(["--batch", "8", "--mean", "10", "--rows", "pooling", "--repeats", "1", "--json", str(tmp_path / "b.json")])
     assert "pooling by 8 seeds" in capsys.readouterr().out
     assert '"eager"' in (tmp_path / "b.json").read_text()
+
+
+# --- runs of equal lengths ------------------------------------------------------------------------------------------------------------
+
+
+def sorted_lengths(draw: str) -> torch.Tensor:
+    rng = np.random.default_rng(len(draw))
+    law = {"none empty": rng.integers(1, 9, 300), "some empty": rng.integers(0, 5, 300), "long tail": rng.lognormal(2.5, 1, 400)}[draw]
+    return torch.from_numpy(np.sort(law).astype(np.int64))
+
+
+@pytest.mark.parametrize("draw", ["none empty", "some empty", "long tail"])
+@pytest.mark.parametrize("kind", ["full", "causal", "candidate", "seeds", "queries", "gdpa", "slack"])
+def test_runs_of_equal_lengths_give_what_the_groups_give(draw: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples sorted by length: output, log-sum-exp and gradients against the padded groups; the runs are really used."""
+    torch.manual_seed(0)
+    lengths = sorted_lengths(draw)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    n, b = int(offsets[-1]), len(lengths)
+    k, v = (torch.randn(n + 5 * (kind == "slack"), 2, 16, requires_grad=True) for _ in range(2))
+    uniform = torch.arange(b + 1) * 3
+    options: dict[str, Any] = {}
+    q_offsets: torch.Tensor | None = offsets
+    q, k_offsets = torch.randn(k.shape, requires_grad=True), offsets
+    if kind == "seeds":
+        q, q_offsets, options = torch.randn(3, 2, 16, requires_grad=True), None, {"broadcast_q": True}
+    elif kind == "queries":
+        q, q_offsets = torch.randn(3 * b, 2, 16, requires_grad=True), uniform
+    elif kind == "gdpa":
+        q_offsets, k_offsets = offsets, uniform
+        k, v = (torch.randn(3 * b, 2, 16, requires_grad=True) for _ in range(2))
+    elif kind == "candidate":
+        options = {"causal": True, "num_targets": (lengths > 0).int()}
+    else:
+        options = {"causal": kind == "causal"}
+    used: list[int] = []
+    run = runs.forward
+
+    def counted(*args: Any, **named: Any) -> Any:
+        used.append(len(args[0]))
+        return run(*args, **named)
+
+    monkeypatch.setattr(runs, "forward", counted)
+    found = []
+    for by_runs in (True, False):
+        if not by_runs:
+            monkeypatch.setattr(runs, "usable", lambda *_: False)
+        copies = [torch.empty_like(t).copy_(t) for t in (k_offsets, *([] if q_offsets is None else [q_offsets]))]
+        own_k, own_q = copies[0], copies[1] if q_offsets is not None else None
+        if q_offsets is k_offsets:
+            own_q = own_k
+        if kind == "gdpa":
+            out = ops.gdpa(q, k, v, own_q, own_k, backend="eager")
+            results = (out,)
+        else:
+            results = ops.jagged_attention(q, k, v, own_q, own_k, return_lse=True, backend="eager", **options)
+        weight = torch.cos(torch.arange(results[0].numel(), dtype=torch.float32)).view_as(results[0])
+        gradients = torch.autograd.grad((results[0] * weight).sum(), (q, k, v))
+        found.append([t.detach() for t in (*results, *gradients)])
+    assert used, "the runs were used"
+    for a, c in zip(*found):
+        assert torch.equal(a.isinf(), c.isinf()), "rows that see nothing"
+        a, c = a.masked_fill(a.isinf(), 0), c.masked_fill(c.isinf(), 0)
+        assert float((a - c).norm()) <= 2e-6 * float(c.norm())
+        assert float((a - c).abs().max()) <= 1e-5 * float(c.abs().max())
+
+
+def test_runs_are_refused_where_lengths_jump_about() -> None:
+    lengths = np.arange(300) % 7
+    starts = np.cumsum(lengths) - lengths
+    jumping = Samples(starts, starts, starts, lengths, lengths)
+    assert runs.find(jumping, Masking(), shared_q=False, softmax=True) is None
+    ordered = np.sort(lengths)
+    starts = np.cumsum(ordered) - ordered
+    found = runs.find(Samples(starts, starts, starts, ordered, ordered), Masking(causal=True), shared_q=False, softmax=True)
+    assert found is not None
+    assert [(r.n, r.lq) for r in found] == [(int((lengths == n).sum()), n) for n in range(7)]
+    assert runs.find(Samples(starts, starts, starts, ordered, ordered), Masking(causal=True), shared_q=False, softmax=False) is None
+    assert runs.find(Samples(starts, starts, starts, ordered, ordered), Masking(window=(2, 0)), shared_q=False, softmax=True) is None

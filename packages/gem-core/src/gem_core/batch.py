@@ -225,6 +225,45 @@ class Batch:
             sample_ids=cut(self.sample_ids),
         )
 
+    def take(self, rows: Tensor) -> Batch:
+        """Samples ``rows`` (int64, in any order) of a batch on the host, packed anew. Request-level groups are kept whole; next-item
+        targets are left out."""
+
+        def picked(t: Any) -> Any:
+            return None if t is None else [t[i] for i in rows.tolist()] if isinstance(t, list) else t[rows]
+
+        sparse = self.sparse
+        if sparse is not None and sparse.keys:
+            bounds, b = sparse.key_bounds(), self.size
+            lengths = sparse.lengths.view(len(sparse.keys), b)
+            if int(lengths.min()) == int(lengths.max()) == 1:
+                places = (torch.tensor(bounds[:-1]).unsqueeze(1) + rows).flatten()
+                bounds = tuple(i * rows.numel() for i in range(len(sparse.keys) + 1))
+            else:
+                parts = [_places(lengths_to_offsets(n), rows) + start for n, start in zip(lengths, bounds)]
+                places = torch.cat(parts)
+                bounds = (0, *torch.tensor([p.numel() for p in parts]).cumsum(0).tolist())
+            weights = None if sparse.weights is None else sparse.weights[places]
+            sparse = SparseGroup(sparse.keys, sparse.values[places], lengths[:, rows].flatten(), weights, bounds)
+        return replace(
+            self,
+            size=rows.numel(),
+            dense=picked(self.dense),
+            vectors={k: v[rows] for k, v in self.vectors.items()},
+            sparse=sparse,
+            sequences={k: _take_sequence(g, rows) for k, g in self.sequences.items()},
+            labels=picked(self.labels),
+            label_mask=picked(self.label_mask),
+            weights=picked(self.weights),
+            targets=None,
+            target_mask=None,
+            num_targets=picked(self.num_targets),
+            requests=None if self.requests is None else replace(self.requests, kv_index=self.requests.kv_index[rows]),
+            timestamps=picked(self.timestamps),
+            columns={k: v[rows] for k, v in self.columns.items()},
+            sample_ids=picked(self.sample_ids),
+        )
+
     def validate(self) -> Batch:
         """Return self, or raise BatchError naming the feature whose tensors do not fit. Reads offsets on the host."""
         b = self.size
@@ -279,6 +318,27 @@ def _cut_sequence(group: SequenceGroup, start: int, stop: int) -> SequenceGroup:
     cut = {k: v.slice(a, b) if isinstance(v, Jagged) else v[a:b] for k, v in group.fields.items()}
     times = None if group.timestamps is None else group.timestamps[a:b]
     return SequenceGroup(group.offsets[start : stop + 1] - a, cut, times, group.max_length)
+
+
+def _places(offsets: Tensor, rows: Tensor) -> Tensor:
+    """Positions of the values of ``rows``, one row after another."""
+    lengths = offsets.diff()[rows]
+    starts = offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
+    total = int(lengths.sum())
+    return torch.repeat_interleave(starts, lengths, output_size=total) + torch.arange(total)
+
+
+def _take_sequence(group: SequenceGroup, rows: Tensor) -> SequenceGroup:
+    places = _places(group.offsets, rows)
+    fields: dict[str, Tensor | Jagged] = {}
+    for name, value in group.fields.items():
+        if isinstance(value, Jagged):
+            inner = lengths_to_offsets(value.lengths[places])
+            fields[name] = Jagged(value.values[_places(value.offsets, places)], inner, value.max_length)
+        else:
+            fields[name] = value[places]
+    times = None if group.timestamps is None else group.timestamps[places]
+    return SequenceGroup(lengths_to_offsets(group.lengths[rows]), fields, times, group.max_length)
 
 
 def _validate_sparse(group: SparseGroup, batch_size: int) -> None:

@@ -20,6 +20,9 @@ def register(app: CommandGroups) -> None:
     group.command()(synth)
     group.command()(convert)
     group.command()(validate)
+    group.command()(vocab)
+    app.command()(predict)
+    app.group("bench").command("predict")(bench_predict)
 
 
 def inspect(
@@ -128,6 +131,39 @@ def bench(
         write_text(out / "data.md", "# Parquet to batches\n\n" + text)
 
 
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run folder of gemrec train.", show_default=False)],
+    data: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Parquet files, folders, patterns or URLs.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Parquet file to write.", show_default=False)],
+    column: Annotated[
+        list[str] | None, typer.Option("--column", metavar="NAME", help="Column of the input to write beside; may be repeated.")
+    ] = None,
+    logit: Annotated[bool, typer.Option("--logit", help="Write the logits too.")] = False,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Checkpoint of this step; otherwise the newest.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.")
+    ] = None,
+) -> None:
+    """Predict every row of Parquet files with a trained model, in the order of the rows. Labels are not needed; row filters do not apply.
+
+    Writes the sample id, the columns asked for, and TASK_probability for each task.
+
+    Example: gemrec predict runs/mine day-09.parquet --out predictions.parquet --column user_id
+    """
+    import time
+
+    from gem_core.train.predict import predictor
+    from gem_data.predict import write_predictions
+
+    with predictor(run, overrides=overrides or (), step=step) as model:
+        began = time.monotonic()
+        done = write_predictions(model, data, out, columns=column or (), logits=logit)
+        seconds = time.monotonic() - began
+        print(f"{out}: {done.rows:,} rows, step {model.step}, {seconds:.1f} s ({done.rows / max(seconds, 1e-9):,.0f} rows/s)")
+        if done.refused:
+            print(f'{done.refused:,} rows have no prediction: a feature with policy = "quarantine" refused them')
+
+
 def validate(
     config: Annotated[Path, typer.Argument(help="TOML file with [data.parquet] and [features].", show_default=False)],
     split: Annotated[
@@ -166,3 +202,63 @@ def validate(
         raise DataError(
             f"{wrong} kinds of violation in {', '.join(splits)}", where=str(config), fix="mend the data or the [features] table; see above"
         )
+
+
+def bench_predict(
+    rows: Annotated[int, typer.Option(min=1000, help="Rows to predict.")] = 400_000,
+    mean: Annotated[float, typer.Option(min=1, help="Mean history length.")] = 20.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that the file is predicted; the best counts, all are recorded.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch and of pyarrow.")] = 2,
+    seed: Annotated[int, typer.Option(min=0)] = 7,
+    folder: Annotated[Path | None, typer.Option(help="Where the log and the run are made; a temporary folder if not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write predict.json and predict.md there.")] = None,
+) -> None:
+    """Measure gemrec predict of the preset tiny on a generated log: rows a second, memory, and its predictions against evaluation's.
+
+    Example: gemrec bench predict --out docs/benchmarks
+    """
+    import json
+
+    from gem_data.bench_predict import run, table
+    from gem_data.writer import write_text
+
+    record = run(rows, mean, repeats, threads, seed, folder)
+    text = table(record)
+    print(text)
+    if out is not None:
+        write_text(out / "predict.json", json.dumps(record, indent=1) + "\n")
+        write_text(out / "predict.md", "# gemrec predict\n\n" + text)
+
+
+def vocab(
+    config: Annotated[Path, typer.Argument(help="TOML file with [data.parquet] and [features].", show_default=False)],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; features.fitted if not given.")] = None,
+    split: Annotated[str, typer.Option(help="Rows to read.")] = "train",
+    least: Annotated[int, typer.Option(min=1, help="Leave out values that come less often.")] = 1,
+    most: Annotated[int | None, typer.Option(min=1, help="Keep only so many of the most frequent values of a vocabulary.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")] = None,
+) -> None:
+    """Make the vocabularies (vocabulary = true) and bucket edges (buckets = N) of the features, for features.fitted.
+
+    Example: gemrec data vocab my.toml --out fitted.json --least 5
+    """
+    from gem_core.config import load_config
+    from gem_core.config.load import source_config
+    from gem_core.errors import ConfigError
+    from gem_data.config import ParquetConfig
+    from gem_data.fit import fit
+    from gem_data.writer import write_text
+
+    loaded = load_config(config, overrides or ())
+    options, target = source_config(loaded), out or loaded.features.fitted
+    if not isinstance(options, ParquetConfig):
+        raise ConfigError(f"the source {loaded.data.source!r} has no files to read", where="data.source", fix='set source = "parquet"')
+    if target is None:
+        raise ConfigError("there is no file to write", where="features.fitted", fix="set features.fitted, or give --out FILE")
+    fitted = fit(options, loaded.features, split=split, least=least, most=most)
+    write_text(Path(target), fitted.dumps())
+    for table, values in fitted.vocabularies.items():
+        print(f"table {table}: {len(values):,} values, rows = {len(values) + 1} or more")
+    for path, edges in fitted.edges.items():
+        print(f"{path}: {len(edges)} edges, rows = {len(edges) + 1} or more")
+    print(f"{target}: written" + ("" if loaded.features.fitted else f'; set features.fitted = "{target}"'))

@@ -15,7 +15,7 @@ from gem_core.ops.block import rotate
 from gem_core.ops.contract import YES, Problem, Supported, no
 from gem_core.ops.contracts import BLOCK_ATTENTION, GDPA
 from gem_core.ops.remember import remembered
-from gem_kernels.eager import engine
+from gem_kernels.eager import engine, runs
 from gem_kernels.eager.engine import Bias, Score
 from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, host_lengths, make_plan
 
@@ -42,12 +42,29 @@ class Call:
             self.k, self.v = torch.cat([self.k, t["target_k"]]), torch.cat([self.v, t["target_v"]])
 
     def plan(self) -> Plan:
-        t, p = self.t, self.problem
-        shape, masking = Shape(p.dim("H"), p.dim("Hkv")), Masking(p.option("causal", False), p.option("window"))
-        by_shift = t["bias_position"] is not None
-        names = ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index")
+        p = self.problem
+        shape, masking = Shape(p.dim("H"), p.dim("Hkv")), self._masking()
+        by_shift = self.t["bias_position"] is not None
         rows = self.q.shape[0], self.k.shape[0]
-        return remembered([t[n] for n in names], (shape, masking, by_shift, rows), lambda: self._make(shape, masking, by_shift))
+        return remembered(self._layout(), (shape, masking, by_shift, rows), lambda: self._make(shape, masking, by_shift))
+
+    def forward(self, score: Score, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """By runs of equal lengths where there are such, else by the plan."""
+        masking, shared_q = self._masking(), self.t["q_offsets"] is None
+        if runs.usable(self.q, self.k, self.v, score) and self.t["kv_index"] is None:
+            key = "runs", masking, self.q.shape[0] if shared_q else None, score.activation is None
+            found = remembered(
+                self._layout(), key, lambda: runs.find(self._samples(), masking, shared_q=shared_q, softmax=score.activation is None)
+            )
+            if found is not None:
+                return runs.forward(found, score, self.q, self.k, self.v, causal=masking.causal, shared_q=shared_q)
+        return engine.forward(self.plan(), score, self.q, self.k, self.v, want_lse=want_lse)
+
+    def _masking(self) -> Masking:
+        return Masking(self.problem.option("causal", False), self.problem.option("window"))
+
+    def _layout(self) -> list[Tensor | None]:
+        return [self.t[n] for n in ("k_offsets", "q_offsets", "num_targets", "context_len", "kv_index")]
 
     def _make(self, shape: Shape, masking: Masking, by_shift: bool) -> Plan:
         samples = self._samples()
@@ -105,13 +122,13 @@ class Call:
 
 def jagged_attention_forward(problem: Problem, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor | None], Saved]:
     call = Call(problem, tensors)
-    out, lse = engine.forward(call.plan(), call.score(), call.q, call.k, call.v, want_lse=True)
+    out, lse = call.forward(call.score(), want_lse=True)
     return (out, lse), (*tensors, out, lse)
 
 
 def gdpa_forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Saved]:
     call = Call(problem, tensors)
-    return engine.forward(call.plan(), call.score(), call.q, call.k, call.v, want_lse=False)[0], tensors
+    return call.forward(call.score(), want_lse=False)[0], tensors
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:

@@ -1,0 +1,116 @@
+"""Predicting with a finished run: its newest checkpoint as a function from a batch to logits.
+
+On a CPU the samples of a batch are sorted by length, cut into parts that stay in the caches, and computed by one thread each on as many
+threads as torch has: operations on such parts are too short to be shared out themselves. Results come back in the order of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.batch import Batch
+from gem_core.config import Features
+from gem_core.errors import ConfigError
+from gem_core.model.contract import Retrieval
+from gem_core.sources.contract import Source
+from gem_core.train.build import build_source, task_names
+from gem_core.train.offline import LoadedRun, loaded_run
+
+PART_SAMPLES, PART_EVENTS = 1024, 24_576
+"""Most samples and, where there are several samples, most events that are computed at once on a CPU."""
+
+
+class Predictor:
+    """Maps batches on the host to logits ``[B, T]`` fp32 on the host, in the order of ``tasks``. Made by `predictor`.
+
+    ``features`` is what a batch must hold: the run's ``[features]`` without labels, weight, row filter, sample ids and carried columns.
+    """
+
+    def __init__(self, run: LoadedRun, pool: ThreadPoolExecutor | None) -> None:
+        self.run, self._pool = run, pool
+        self.tasks = task_names(run.resolved.config.features)
+        bare = {"labels": {}, "weight": None, "filter": None, "sample_id": None, "columns": ()}
+        self.features: Features = run.resolved.config.features.model_copy(update=bare)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step of the checkpoint."""
+        return self.run.step
+
+    def __call__(self, batch: Batch) -> Tensor:
+        module, device = self.run.parts.module, self.run.runtime.device
+        if self._pool is None:
+            with torch.no_grad():
+                return _logits(module, batch.to(device), self.tasks).cpu()
+        if not batch.size:
+            return torch.empty(0, len(self.tasks))
+        order, cuts = by_length(batch)
+        parts = (order[a:b] for a, b in zip(cuts, cuts[1:]))
+        context = copy_context()
+        waiting = [self._pool.submit(context.copy().run, _part, module, batch, rows, self.tasks) for rows in parts]
+        out = torch.empty(batch.size, len(self.tasks))
+        out[order] = torch.cat([w.result() for w in waiting])
+        return out
+
+    def source(self, split: str) -> Iterator[tuple[Batch, Tensor]]:
+        """(batch, its logits) over a split of the run's own data, labels included."""
+        source: Source = build_source(self.run.resolved, split, self.run.runtime)
+        for batch in source:
+            yield batch, self(batch)
+
+
+@contextmanager
+def predictor(path: str | Path, *, overrides: Iterable[str] = (), step: int | None = None) -> Iterator[Predictor]:
+    """The model of the run folder ``path`` at its newest checkpoint, or at that of ``step``.
+
+    :param overrides: ``KEY=VALUE`` on the run's configuration, such as another device.
+    :raises CheckpointError: no run folder, or no usable checkpoint; ConfigError: a model that ranks all items instead of scoring samples.
+    """
+    with loaded_run(path, overrides=overrides, step=step) as run:
+        if isinstance(run.parts.model, Retrieval):
+            raise ConfigError(
+                "this run's model retrieves items: it has no prediction for a sample", where=str(path), fix="use gemrec eval for its ranks"
+            )
+        run.parts.model.eval()
+        if run.runtime.device.type != "cpu":
+            yield Predictor(run, None)
+            return
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads, "gem predict", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            try:
+                yield Predictor(run, pool)
+            finally:
+                torch.set_num_threads(threads)
+
+
+def by_length(batch: Batch) -> tuple[Tensor, list[int]]:
+    """Sample numbers ``[B]`` in the order of their events, and where in it to cut, so that each part is within the bounds above."""
+    groups = [*batch.sequences.values()]
+    events = torch.stack([g.lengths for g in groups]).sum(0) if groups else torch.zeros(batch.size, dtype=torch.int64)
+    order = torch.argsort(events, stable=True)
+    ends = events[order].cumsum(0)
+    cuts = [0]
+    while cuts[-1] < batch.size:
+        before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
+        fits = int(torch.searchsorted(ends, before + PART_EVENTS, right=True))
+        cuts.append(min(max(fits, cuts[-1] + 1), cuts[-1] + PART_SAMPLES, batch.size))
+    return order, cuts
+
+
+@torch.no_grad()
+def _part(module: nn.Module, batch: Batch, rows: Tensor, tasks: tuple[str, ...]) -> Tensor:
+    return _logits(module, batch.take(rows), tasks)
+
+
+def _logits(module: nn.Module, batch: Batch, tasks: tuple[str, ...]) -> Tensor:
+    output = module(batch)
+    at = [output.task_names.index(task) for task in tasks]
+    logits: Tensor = output.logits.float()
+    return logits if at == list(range(logits.shape[1])) else logits[:, at]

@@ -170,6 +170,24 @@ def hashes(array: pa.Array, salt: int) -> tuple[U64, Bools | None]:
     return hash_bytes(bytes_[first : int(offsets[-1])], offsets.astype(np.int64) - first, salt), mask
 
 
+def places(array: pa.Array, words: pa.Array) -> tuple[Ints, Bools | None, Bools]:
+    """Places ``[n]`` of integers or text in ``words`` (0 where they are not there), the null mask, and which are there.
+
+    :raises WrongType: numbers against text, or other types.
+    """
+    mask = nulls(array) if array.null_count else None
+    if pa.types.is_null(array.type):
+        return np.zeros(len(array), np.int64), np.ones(len(array), bool), np.zeros(len(array), bool)
+    if pa.types.is_integer(words.type):
+        values = pa.array(integers(array)[0])
+    elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type) or pa.types.is_string_view(array.type):
+        values = array.cast(words.type)
+    else:
+        raise WrongType(array.type, "text, as its vocabulary does", "make the vocabulary again, or store the column as text")
+    found = pc.index_in(values, value_set=words)
+    return pc.fill_null(found, 0).to_numpy(zero_copy_only=False).astype(np.int64), mask, found.is_valid().to_numpy(zero_copy_only=False)
+
+
 def times(array: pa.Array, unit: str) -> tuple[Ints, Bools | None]:
     """Integers as they are; timestamps, dates (midnight) of any unit and zone as whole ``unit`` since 1970 UTC, rounded down."""
     kind = array.type

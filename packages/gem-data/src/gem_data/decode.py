@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from gem_core.config.features import Features, Ids, Sequence
 from gem_core.errors import ConfigError
+from gem_core.sources.fitted import load_fitted
 from gem_core.sources.hashing import salt_of
 from gem_data import arrow, values
 from gem_data.arrow import Ints
 from gem_data.block import TIMES, Array, Bag, Block
 from gem_data.columns import Chunk, locate
 from gem_data.files import DataFile
-from gem_data.values import Site
+from gem_data.values import Site, Way, vocabulary
 
 
 class Decoder:
@@ -24,11 +25,25 @@ class Decoder:
 
     def __init__(self, features: Features) -> None:
         self.features = features
-        self._tables: dict[str, tuple[int, int]] = {}
+        self._ways: dict[str, Way] = {}
+        fitted = load_fitted(features)
         for path, ids in features.id_features().items():
-            rows = features.rows_of(path)
+            rows, table = features.rows_of(path), features.table_of(path)
             _check_ids(path, ids, rows)
-            self._tables[path] = rows, salt_of(features.table_of(path)) if ids.salt is None else ids.salt
+            edges = ids.edges if ids.buckets is None else fitted.edges_of(path)
+            if edges is not None and len(edges) >= rows:
+                raise ConfigError(
+                    f"{len(edges)} edges make {len(edges) + 1} buckets, the table has {rows} rows",
+                    where=f"features.{path}",
+                    fix=f"set rows = {len(edges) + 1} or more",
+                )
+            words = fitted.vocabulary(table, path, rows) if ids.vocabulary else None
+            self._ways[path] = Way(
+                rows,
+                salt_of(table) if ids.salt is None else ids.salt,
+                None if edges is None else np.asarray(edges, dtype=np.float64),
+                None if words is None else vocabulary(words),
+            )
         for name, spec in features.dense.items():
             if spec.policy == "default" and spec.default is None:
                 raise _needs_default(f"dense.{name}")
@@ -46,8 +61,7 @@ class Decoder:
     @property
     def length_columns(self) -> tuple[str, ...]:
         """One column of each history: enough to know its lengths."""
-        firsts = ((spec, *next(iter(spec.fields.items()))) for spec in self.features.sequences.values())
-        return tuple(_column(field, key) for _, key, field in firsts)
+        return tuple(event_columns(spec)[0] for spec in self.features.sequences.values())
 
     def events(self, chunk: Chunk) -> Ints:
         """Events of each row ``[n]`` over all histories, as `decode` keeps them, from ``length_columns`` alone."""
@@ -97,20 +111,24 @@ class Decoder:
 
     def _columns(self) -> list[str]:
         f = self.features
-        found = [_column(spec, name) for kind in (f.dense, f.vectors, f.sparse, f.labels) for name, spec in kind.items()]
+        found = [_column(spec, name) for kind in (f.dense, f.vectors) for name, spec in kind.items()]
+        found += [column for name, spec in f.sparse.items() for column in spec.cross or (_column(spec, name),)]
+        found += [_column(spec, name) for name, spec in f.labels.items()]
         found += [spec.weights for spec in f.sparse.values() if spec.weights]
         found += [label.mask for label in f.labels.values() if label.mask]
         for group in f.sequences.values():
-            found += [_column(field, name) for name, field in group.fields.items()]
-            found += [group.timestamps] if group.timestamps else []
+            found += event_columns(group)
         return found + [c for c in (f.sample_id, f.timestamp, f.weight) if c] + list(f.columns)
 
     def _sparse(self, chunk: Chunk, name: str, fixed: dict[str, Array], bags: dict[str, Bag]) -> None:
         spec, path = self.features.sparse[name], f"sparse.{name}"
-        column = _column(spec, name)
-        rows, salt = self._tables[path]
+        column, way = _column(spec, name), self._ways[path]
+        if spec.cross is not None:
+            sites = [Site(chunk, own, path) for own in spec.cross]
+            fixed[path] = values.crossed(sites, [chunk.scalar(own) for own in spec.cross], spec, way)
+            return
         if not chunk.is_list(column):
-            fixed[path] = values.ids(Site(chunk, column, path), chunk.scalar(column), spec, rows, salt)
+            fixed[path] = values.ids(Site(chunk, column, path), chunk.scalar(column), spec, way)
             if spec.weights is not None:
                 fixed[f"{path}.weights"] = self._weights(chunk, spec.weights)
             return
@@ -122,7 +140,7 @@ class Decoder:
             parts[spec.weights] = weights.values
         offsets, keep = _newest(found.offsets, 0, spec.max_length)
         site = Site(chunk, column, path, (offsets,))
-        bag: dict[str, Array | Bag] = {"ids": values.ids(site, _kept(parts[column], keep), spec, rows, salt)}
+        bag: dict[str, Array | Bag] = {"ids": values.ids(site, _kept(parts[column], keep), spec, way)}
         if spec.weights is not None:
             at = Site(chunk, spec.weights, path, (offsets,))
             bag["weights"] = _usable_weights(at, *at.read(arrow.floats, _kept(parts[spec.weights], keep)))
@@ -130,9 +148,7 @@ class Decoder:
 
     def _sequence(self, chunk: Chunk, name: str) -> Bag:
         spec, path = self.features.sequences[name], f"sequences.{name}"
-        found = {_column(field, key): chunk.lists(_column(field, key)) for key, field in spec.fields.items()}
-        if spec.timestamps is not None:
-            found[spec.timestamps] = chunk.lists(spec.timestamps)
+        found = {column: chunk.lists(column) for column in event_columns(spec)}
         _check_lengths(chunk, {column: lists.offsets for column, lists in found.items()}, path)
         offsets, keep = _newest(next(iter(found.values())).offsets, spec.drop_first, None)
         times = self._times(chunk, spec, path, _kept(found[spec.timestamps].values, keep), offsets) if spec.timestamps else None
@@ -141,32 +157,54 @@ class Decoder:
             order = self._order(chunk, spec, path, offsets, times)
         newest, last = _newest(offsets, 0, spec.max_length)
         bag: dict[str, Array | Bag] = {}
+        gaps: dict[str, Ints] = {}
+        if times is not None:
+            times = times if order is None else times[order]
+            gaps = self._gaps(chunk, spec, times, offsets)
 
         def arranged(items: pa.Array) -> pa.Array:
             items = _kept(items, keep)
             return _kept(items if order is None else items.take(pa.array(order)), last)
 
         for key, field in spec.fields.items():
-            column = _column(field, key)
+            column = _column(field, key) if field.gap is None else spec.timestamps or ""
             site = Site(chunk, column, f"{path}.fields.{key}", (newest,))
-            items = arranged(found[column].values)
+            if field.gap is None:
+                items = arranged(found[column].values)
+            else:
+                items = pa.array(gaps[field.gap] if last is None else gaps[field.gap][last])
             if field.kind == "float":
                 bag[key] = values.event_floats(site, items, field)
             elif field.kind == "vector":
                 assert field.dim is not None  # Features._check
                 bag[key] = values.vectors(site, items, field.dim)
             else:
-                rows, salt = self._tables[site.feature]
+                way = self._ways[site.feature]
                 if arrow.is_list(items.type):
                     inner = arrow.lists(items)
                     nested = Site(chunk, column, site.feature, (newest, inner.offsets))
-                    bag[key] = Bag(inner.offsets, {"ids": values.ids(nested, inner.values, field, rows, salt)})
+                    bag[key] = Bag(inner.offsets, {"ids": values.ids(nested, inner.values, field, way)})
                 else:
-                    bag[key] = values.ids(site, items, field, rows, salt)
+                    bag[key] = values.ids(site, items, field, way)
         if times is not None:
-            times = times if order is None else times[order]
             bag[TIMES] = times if last is None else times[last]
         return Bag(newest, bag)
+
+    def _gaps(self, chunk: Chunk, spec: Sequence, times: Ints, offsets: Ints) -> dict[str, Ints]:
+        """Time gaps of the events ``[N]`` by kind, as far as the group's fields ask for them."""
+        f, found = self.features, {}
+        kinds = {field.gap for field in spec.fields.values()}
+        if "previous" in kinds:
+            found["previous"] = np.diff(times, prepend=times[:1])
+            found["previous"][offsets[:-1][np.diff(offsets) > 0]] = 0
+        if "sample" in kinds:
+            assert f.timestamp is not None  # Features._check
+            site = Site(chunk, f.timestamp, "timestamp")
+            now = values.complete(site, site.read(arrow.times, chunk.scalar(f.timestamp), f.timestamp_unit), "a timestamp")
+            have, want = arrow.UNITS[f.timestamp_unit], arrow.UNITS[spec.time_unit]
+            now = now // (have // want) if have >= want else now * (want // have)
+            found["sample"] = np.repeat(now, np.diff(offsets)) - times
+        return found
 
     @staticmethod
     def _times(chunk: Chunk, spec: Sequence, path: str, items: pa.Array, offsets: Ints) -> Ints:
@@ -211,6 +249,12 @@ class Decoder:
 
 def _column(spec: Any, name: str) -> str:
     return name if spec.column is None else str(spec.column)
+
+
+def event_columns(spec: Sequence) -> list[str]:
+    """Columns of a history, a field's first; its timestamps last."""
+    found = [_column(field, name) for name, field in spec.fields.items() if field.gap is None]
+    return found + ([spec.timestamps] if spec.timestamps else [])
 
 
 def _usable_weights(site: Site, found: Array, missing: NDArray[np.bool_] | None) -> NDArray[np.float32]:

@@ -22,7 +22,7 @@ from gem_data import arrow
 from gem_data.block import TIMES, Bag, Block
 from gem_data.columns import Chunk
 from gem_data.config import ParquetConfig
-from gem_data.decode import Decoder
+from gem_data.decode import Decoder, event_columns
 from gem_data.files import Path, Reader
 from gem_data.parquet import ParquetSource
 
@@ -146,12 +146,12 @@ class _Validator:
         times = blocks["timestamp"].fixed["timestamps"] if "timestamp" in blocks else None
         for name in (*f.dense, *f.sparse):
             spec = f.dense.get(name) or f.sparse[name]
-            self._column(chunk, f"{'dense' if name in f.dense else 'sparse'}.{name}", name if spec.column is None else spec.column)
+            if getattr(spec, "cross", None) is None:
+                self._column(chunk, f"{'dense' if name in f.dense else 'sparse'}.{name}", name if spec.column is None else spec.column)
         for name, group in f.sequences.items():
             if f"sequences.{name}" in blocks:
                 self._history(chunk, name, blocks[f"sequences.{name}"].bags[f"sequences.{name}"], times)
-            first = next(iter(group.fields.items()))
-            column = first[1].column or first[0]
+            column = event_columns(group)[0]
             counts = self.report.lengths.setdefault(name, Counter())
             for n, c in zip(*np.unique(chunk.lists(column).lengths, return_counts=True)):
                 counts[int(n)] += int(c)
@@ -232,15 +232,17 @@ def _parts(features: Features) -> dict[str, Features]:
     for kind in ("dense", "vectors", "sparse", "sequences", "labels"):
         for name, spec in whole.get(kind, {}).items():
             spec.pop("target", None)
-            parts[f"{kind}.{name}"] = Features.model_validate({"tables": whole.get("tables", {}), kind: {name: spec}, **_unit(whole)})
+            gaps = any(field.get("gap") == "sample" for field in spec.get("fields", {}).values())
+            more = _shared(whole) | ({"timestamp": whole["timestamp"]} if gaps else {})
+            parts[f"{kind}.{name}"] = Features.model_validate({"tables": whole.get("tables", {}), kind: {name: spec}, **more})
     for key in ("timestamp", "weight", "sample_id"):
         if whole.get(key) is not None:
-            parts[key] = Features.model_validate({key: whole[key], **_unit(whole)})
+            parts[key] = Features.model_validate({key: whole[key], **_shared(whole)})
     return parts
 
 
-def _unit(whole: dict[str, Any]) -> dict[str, Any]:
-    return {"timestamp_unit": whole["timestamp_unit"]} if "timestamp_unit" in whole else {}
+def _shared(whole: dict[str, Any]) -> dict[str, Any]:
+    return {key: whole[key] for key in ("timestamp_unit", "fitted") if key in whole}
 
 
 def _grouped(reasons: dict[int, str]) -> dict[str, list[int]]:

@@ -14,7 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gem_core.config.features import Dense, EventField, Ids, Policy
-from gem_core.sources.hashing import to_rows
+from gem_core.errors import DataError
+from gem_core.sources.hashing import cross, to_rows
 from gem_core.sources.transform import scaled
 from gem_data import arrow
 from gem_data.arrow import Array, Bools, Ints, WrongType
@@ -60,14 +61,54 @@ class Site:
             self.chunk.reasons.setdefault(row, f"{self.column}: {what(position)}")
 
 
-def ids(site: Site, array: pa.Array, spec: Ids, rows: int, salt: int) -> Ints:
+@dataclass(frozen=True)
+class Way:
+    """From values to ids of a table of ``rows`` rows: the ``salt`` of a hash, ``edges`` of buckets, or the ``words`` of a vocabulary."""
+
+    rows: int
+    salt: int
+    edges: NDArray[np.float64] | None = None
+    words: pa.Array | None = None
+
+
+def vocabulary(values: list[Any]) -> pa.Array:
+    """The values as what columns are compared with: int64 or large_string.
+
+    :raises DataError: values that are neither all integers nor all text.
+    """
+    kinds = {type(v) for v in values}
+    if not kinds <= {int} and not kinds <= {str}:
+        raise DataError(
+            "a vocabulary holds integers and text, or something else", where="features.fitted", fix="make it again: 'gemrec data vocab'"
+        )
+    return pa.array(values, pa.large_string() if kinds == {str} else pa.int64())
+
+
+def ids(site: Site, array: pa.Array, spec: Ids, way: Way) -> Ints:
     """Table rows ``[N]`` in [0, rows)."""
-    if spec.hash:
-        hashed, missing = site.read(arrow.hashes, array, salt)
-        values = to_rows(hashed, rows)
+    if way.edges is not None:
+        numbers, missing = site.read(arrow.floats, array)
+        values: Ints = np.searchsorted(way.edges, numbers, side="right")
+    elif way.words is not None:
+        values, missing, known = site.read(arrow.places, array, way.words)
+        values = _known(site, values, known if missing is None else known | missing, array, spec)
+    elif spec.hash:
+        hashed, missing = site.read(arrow.hashes, array, way.salt)
+        values = to_rows(hashed, way.rows)
     else:
         values, missing = site.read(arrow.integers, array)
-        values = _in_table(site, values, missing, spec, rows)
+        values = _in_table(site, values, missing, spec, way.rows)
+    return _filled(site, values, missing, spec)
+
+
+def crossed(sites: list[Site], arrays: list[pa.Array], spec: Ids, way: Way) -> Ints:
+    """Table rows ``[n]`` of pairs of values."""
+    (a, no_a), (b, no_b) = (site.read(arrow.hashes, array, way.salt) for site, array in zip(sites, arrays))
+    missing = no_a if no_b is None else no_b if no_a is None else no_a | no_b
+    return _filled(sites[0], to_rows(cross(a, b), way.rows), missing, spec)
+
+
+def _filled(site: Site, values: Ints, missing: Bools | None, spec: Ids) -> Ints:
     if missing is None:
         return values
     if spec.default is None:
@@ -76,6 +117,19 @@ def ids(site: Site, array: pa.Array, spec: Ids, rows: int, salt: int) -> Ints:
         )
         return np.where(missing, 0, values)
     return np.where(missing, spec.default, values)
+
+
+def _known(site: Site, values: Ints, known: Bools, array: pa.Array, spec: Ids) -> Ints:
+    """1 + places in the vocabulary; what is not in it follows the policy."""
+    if known.all():
+        return values + 1
+    if spec.policy == "default":
+        assert spec.default is not None  # decode._check_ids
+        return np.where(known, values + 1, spec.default)
+    fix = 'set default = 0 and policy = "default" (id 0 is left for unknown values), or policy = "quarantine", or make the vocabulary again'
+    policy: Policy = "error" if spec.policy == "clip" else spec.policy
+    site.settle(~known, policy, lambda i: f"the value {array[i].as_py()!r} is not in the vocabulary", fix)
+    return np.where(known, values + 1, 0)
 
 
 def _in_table(site: Site, values: Ints, missing: Bools | None, spec: Ids, rows: int) -> Ints:
@@ -112,7 +166,7 @@ def dense(site: Site, array: pa.Array, spec: Dense) -> NDArray[np.float32]:
 def event_floats(site: Site, array: pa.Array, spec: EventField) -> NDArray[np.float32]:
     """Scaled numbers of events ``[N]``."""
     values, missing = site.read(arrow.floats, array)
-    return _scaled(site, values, missing, spec, spec.default, spec.policy, None)
+    return _scaled(site, values, missing, spec, spec.default, spec.policy, spec.clip)
 
 
 def _scaled(

@@ -46,6 +46,11 @@ class Ids(FrozenConfig):
     rows: int | None = Field(None, gt=0, description="size of the feature's own table")
     dim: int | None = Field(None, gt=0)
     hash: bool = Field(False, description="map any integer or string to [0, rows) by the stated 64-bit hash")
+    vocabulary: bool = Field(
+        False, description="id = 1 + place of the value in the vocabulary that features.fitted holds for the table; see 'gemrec data vocab'"
+    )
+    edges: tuple[float, ...] | None = Field(None, description="a number becomes the count of these ascending edges at or below it")
+    buckets: int | None = Field(None, gt=1, description="as edges, between this many buckets of equal count, taken from features.fitted")
     salt: int | None = Field(
         None, description="salt of the hash; None: derived from the table's name, so that features sharing a table agree"
     )
@@ -56,6 +61,7 @@ class Ids(FrozenConfig):
 class Sparse(Ids):
     """One id or a bag of ids a sample: ``[features.sparse.NAME]``."""
 
+    cross: tuple[str, str] | None = Field(None, description="two columns of single values, hashed together to [0, rows)")
     pooling: Literal["sum", "mean"] = "sum"
     max_length: int | None = Field(None, gt=0, description="keep the last ids of a longer list")
     weights: str | None = Field(None, description="column of per-id weights")
@@ -67,8 +73,12 @@ class EventField(Ids):
     kind: Literal["id", "float", "vector"] = "id"
     pooling: Literal["sum", "mean"] = "sum"
     transform: Literal["none", "log1p"] = "none"
+    clip: tuple[float, float] | None = None
     mean: float = 0.0
     std: float = Field(1.0, gt=0)
+    gap: Literal["previous", "sample"] | None = Field(
+        None, description="no column: time since the event before (0 for the first), or from the event to the sample, in time_unit"
+    )
 
 
 class Sequence(FrozenConfig):
@@ -113,6 +123,7 @@ class Features(FrozenConfig):
     timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
     weight: str | None = None
     filter: str | None = Field(None, description='row filter such as "split == 0", pushed down to the source where it can')
+    fitted: str | None = Field(None, description="file with vocabularies and bucket edges that 'gemrec data vocab' made; runs keep a copy")
     columns: tuple[str, ...] = Field((), description="columns carried along for group metrics and slices")
     tables: dict[str, Table] = Field(default_factory=dict)
     dense: dict[str, Dense] = Field(default_factory=dict)
@@ -141,10 +152,13 @@ class Features(FrozenConfig):
                 raise ValueError(f"features.{where}: say either table = ... (a declared table) or rows = ... (a table of its own)")
             if ids.table is not None and ids.rows is not None:
                 raise ValueError(f"features.{where}: table = {ids.table!r} has its rows already; remove rows = {ids.rows}")
+            _check_ways(where, ids)
         for name, seq in self.sequences.items():
             for fname, f in seq.fields.items():
                 if f.kind == "vector" and f.dim is None:
                     raise ValueError(f"features.sequences.{name}.fields.{fname}: a vector field needs dim = ...")
+                if f.gap is not None:
+                    _check_gap(f"sequences.{name}.fields.{fname}", f, seq.timestamps, self.timestamp)
             for fname, target in seq.target.items():
                 if fname not in seq.fields or target not in self.sparse:
                     raise ValueError(f"features.sequences.{name}.target: {fname} = {target!r} must map an event field to a sparse feature")
@@ -200,3 +214,26 @@ class Features(FrozenConfig):
 
     def rows_of(self, path: str) -> int:
         return self.all_tables()[self.table_of(path)].rows
+
+
+def _check_ways(where: str, ids: Ids) -> None:
+    """One way from values to ids, and what it needs."""
+    cross = isinstance(ids, Sparse) and ids.cross is not None
+    ways = {"hash": ids.hash, "vocabulary": ids.vocabulary, "edges": ids.edges is not None, "buckets": ids.buckets is not None}
+    chosen = [name for name, is_set in (ways | {"cross": cross}).items() if is_set]
+    if len(chosen) > 1:
+        raise ValueError(f"features.{where}: {' and '.join(chosen)} exclude each other; keep one")
+    if ids.edges is not None and (not ids.edges or any(not a < b for a, b in zip(ids.edges, ids.edges[1:]))):
+        raise ValueError(f"features.{where}: edges must be one number or more, each greater than the one before")
+    if isinstance(ids, Sparse) and ids.cross is not None and (ids.column is not None or ids.weights is not None):
+        raise ValueError(f"features.{where}: cross names its columns itself; remove column and weights")
+
+
+def _check_gap(where: str, field: EventField, times: str | None, sample_time: str | None) -> None:
+    if field.column is not None:
+        raise ValueError(f"features.{where}: gap is made of the timestamps; remove column")
+    if times is None or (field.gap == "sample" and sample_time is None):
+        needs = "timestamps = ... of the history" if times is None else "features.timestamp"
+        raise ValueError(f"features.{where}: gap = {field.gap!r} needs {needs}")
+    if field.kind == "vector" or (field.kind == "id" and field.edges is None and field.buckets is None):
+        raise ValueError(f'features.{where}: a gap is a number: use kind = "float", or edges or buckets for ids')

@@ -5,6 +5,7 @@ arithmetic modulo 2^64 and ``key = mix64(salt + 0x9E3779B97F4A7C15)``::
 
     hash(integer v) = mix64(key ^ v)                    v in two's complement, so int8 -1 and int64 -1 agree
     hash(bytes b)   = h after  h = mix64(key ^ ~len(b));  for each 8-byte little-endian word w of b, zero padded: h = mix64(h ^ w)
+    cross(a, b)     = mix64(hash(a) ^ mix64(hash(b) + 0x9E3779B97F4A7C15))     both under the same salt; the order matters
     row             = hash % rows
 
 Text is hashed as its UTF-8 bytes. The number 5 and the text "5" have different hashes.
@@ -85,6 +86,11 @@ def hash_bytes(data: NDArray[np.uint8], offsets: NDArray[np.integer], salt: int)
         done += 8
         rows = rows[left > 8]
     return h
+
+
+def cross(a: U64, b: U64) -> U64:
+    """Hash pairs of hashes ``[n]``."""
+    return mix64_(a ^ mix64_(b + GOLDEN))
 
 
 def to_rows(hashes: U64, rows: int) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -41,6 +42,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
         self.nonfinite = path / "nonfinite"
+        self.fitted = path / "fitted.json"
         self.checkpoints = CheckpointStore(path / "checkpoints", keep)
 
     def check(self, resume: bool, overwrite: bool) -> bool:
@@ -89,6 +91,26 @@ class RunFolder:
                 fix=f"only [{'], ['.join(FREE_ON_RESUME)}] may change; start a new run for the rest",
             )
 
+    def check_fitted(self, config: Config) -> None:
+        """:raises ConfigError: ``features.fitted`` holds something else than the copy that the run was begun with."""
+        named = config.features.fitted
+        if named is not None and self.fitted.is_file() and _bytes(named) != self.fitted.read_bytes():
+            raise ConfigError(
+                f"the fitted state {named!r} is not the one that the run was begun with",
+                where="features.fitted",
+                fix=f"--set features.fitted={self.fitted} continues with the run's own copy; or start a new run",
+            )
+
+    def keep_fitted(self, config: Config) -> str | None:
+        """Copy the file of ``features.fitted`` into the folder; returns its SHA-256, None where no file is named."""
+        named = config.features.fitted
+        if named is None:
+            return None
+        data = _bytes(named)
+        if not self.fitted.is_file():
+            replace_file(self.fitted, data.decode())
+        return hashlib.sha256(data).hexdigest()
+
     def write_json(self, path: Path, record: Mapping[str, Any]) -> None:
         replace_file(path, json.dumps(clean(record), indent=1) + "\n")
 
@@ -102,6 +124,15 @@ class RunFolder:
         for path in (self.metrics, self.evals, self.decisions):
             if path.is_file():
                 replace_file(path, "".join(json.dumps(r) + "\n" for r in read_lines(path) if r["step"] <= step))
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the fitted state cannot be read: {error.strerror}", where=f"features.fitted = {path}", fix="make it with 'gemrec data vocab'"
+        ) from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

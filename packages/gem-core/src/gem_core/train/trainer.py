@@ -105,6 +105,7 @@ class Trainer:
         continues = rt.on_main(lambda: self.folder.check(self.resume, self.overwrite))
         if continues:
             self.folder.check_config(self.config)
+            self.folder.check_fitted(self.config)
         source = build_source(self.resolved, "train", rt)
         rehearse(build_source(self.resolved, "eval", rt), self.config.eval, self.tasks, self.config.features)
         self.parts = build_parts(self.resolved, rt)
@@ -134,6 +135,7 @@ class Trainer:
         np.random.seed(seed % 2**32)
         random.seed(seed)
         rt.on_main(lambda: self.folder.create(self.resume))
+        self.fitted = rt.on_main(lambda: self.folder.keep_fitted(self.config))
         if continues:
             self._restore()
         elif self.resume:
@@ -148,6 +150,7 @@ class Trainer:
             "parallel": {"dense": self.config.parallel.dense, "sparse": self.config.parallel.sparse, **self.parts.mesh.degrees()},
             "tables": self._describe(),
             "parameters": self.parts.parameter_counts(),
+            "fitted": self.fitted,
             "flops_per_sample": None,
             "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -348,7 +351,7 @@ class Trainer:
             "skipped": [self.skipped, self.skipped_in_a_row],
             "wall_s": self._wall(),
         }
-        meta = {"samples": self.info.samples, "model": self.config.model.name, **environment(rt.device)}
+        meta = {"samples": self.info.samples, "model": self.config.model.name, "fitted": self.fitted, **environment(rt.device)}
         tensors = {"model": parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": parts.table_state()}
         self._saved(self.saver.wait())
         path = self.saver.save(self.info.step, meta=meta, parts=tensors, shared=shared, ranks=ranks)

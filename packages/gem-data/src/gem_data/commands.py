@@ -21,7 +21,6 @@ def register(app: CommandGroups) -> None:
     group.command()(convert)
     group.command()(validate)
     group.command()(vocab)
-    group.command()(vocab)
     app.command()(predict)
     app.group("bench").command("predict")(bench_predict)
 
@@ -229,40 +228,6 @@ def bench_predict(
     if out is not None:
         write_text(out / "predict.json", json.dumps(record, indent=1) + "\n")
         write_text(out / "predict.md", "# gemrec predict\n\n" + text)
-
-
-def vocab(
-    config: Annotated[Path, typer.Argument(help="TOML file with [data.parquet] and [features].", show_default=False)],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; features.fitted if not given.")] = None,
-    split: Annotated[str, typer.Option(help="Rows to read.")] = "train",
-    least: Annotated[int, typer.Option(min=1, help="Leave out values that come less often.")] = 1,
-    most: Annotated[int | None, typer.Option(min=1, help="Keep only so many of the most frequent values of a vocabulary.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")] = None,
-) -> None:
-    """Make the vocabularies (vocabulary = true) and bucket edges (buckets = N) of the features, for features.fitted.
-
-    Example: gemrec data vocab my.toml --out fitted.json --least 5
-    """
-    from gem_core.config import load_config
-    from gem_core.config.load import source_config
-    from gem_core.errors import ConfigError
-    from gem_data.config import ParquetConfig
-    from gem_data.fit import fit
-    from gem_data.writer import write_text
-
-    loaded = load_config(config, overrides or ())
-    options, target = source_config(loaded), out or loaded.features.fitted
-    if not isinstance(options, ParquetConfig):
-        raise ConfigError(f"the source {loaded.data.source!r} has no files to read", where="data.source", fix='set source = "parquet"')
-    if target is None:
-        raise ConfigError("there is no file to write", where="features.fitted", fix="set features.fitted, or give --out FILE")
-    fitted = fit(options, loaded.features, split=split, least=least, most=most)
-    write_text(Path(target), fitted.dumps())
-    for table, values in fitted.vocabularies.items():
-        print(f"table {table}: {len(values):,} values, rows = {len(values) + 1} or more")
-    for path, edges in fitted.edges.items():
-        print(f"{path}: {len(edges)} edges, rows = {len(edges) + 1} or more")
-    print(f"{target}: written" + ("" if loaded.features.fitted else f'; set features.fitted = "{target}"'))
 
 
 def vocab(

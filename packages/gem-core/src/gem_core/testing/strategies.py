@@ -32,7 +32,7 @@ from gem_core.train.build import build_parts
 from gem_core.train.contract import Callback, RunInfo
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
-from gem_core.train.runtime import Runtime, leave_group
+from gem_core.train.runtime import Runtime, choose_device, leave_group
 from gem_core.train.shards import gather
 from gem_core.train.step import Outcomes, TrainStep
 from gem_core.train.trainer import Trainer
@@ -40,8 +40,9 @@ from gem_core.train.trainer import Trainer
 Worker = Callable[[int, int, Any], Any]
 
 
-def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeout: float = 120.0) -> list[Any]:
-    """Run ``worker(rank, world, argument)`` in ``world`` processes joined by gloo; returns what each returned, in rank order.
+def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeout: float = 120.0, backend: str = "gloo") -> list[Any]:
+    """Run ``worker(rank, world, argument)`` in ``world`` processes joined by ``backend`` ("cpu:gloo,cuda:nccl" for CUDA devices); returns
+    what each returned, in rank order.
 
     ``worker`` is a module-level function; results travel by files in ``folder``. An exception in any process is raised here with its text.
     """
@@ -51,7 +52,8 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     context = mp.get_context("forkserver")  # imports torch once, not once a process
     context.set_forkserver_preload([__name__])
     processes = [
-        context.Process(target=_enter, args=(rank, world, port, worker, argument, str(folder)), daemon=True) for rank in range(world)
+        context.Process(target=_enter, args=(rank, world, port, backend, worker, argument, str(folder)), daemon=True)
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -70,11 +72,13 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _enter(rank: int, world: int, port: int, worker: Worker, argument: Any, folder: str) -> None:
+def _enter(rank: int, world: int, port: int, backend: str, worker: Worker, argument: Any, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        if "cuda" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, rank=rank, world_size=world)
         torch.save(worker(rank, world, argument), Path(folder) / f"result-{rank}.pt")
         dist.barrier()
         leave_group()
@@ -122,7 +126,7 @@ def _train(rank: int, world: int, data: Mapping[str, Any], sizes: Any) -> dict[s
     config = config_from_dict(data)
     options = (recipe_config(config), dense_config(config), sparse_config(config))
     resolved = ResolvedConfig(config, model_config(config), None, *options, {})
-    runtime = Runtime(torch.device("cpu"), rank, world)
+    runtime = Runtime(choose_device(config.run.device, rank), rank, world)
     parts = build_parts(resolved, runtime)
     step = TrainStep(parts, config, runtime, Meter(runtime.device, peak("CPU", {"fp32"})))
     outcomes = Outcomes(runtime.device)
@@ -130,9 +134,9 @@ def _train(rank: int, world: int, data: Mapping[str, Any], sizes: Any) -> dict[s
     losses = []
     for number, micro in enumerate(sizes):
         mine = [batches_of(config.features, 10 * number + i, cut)[rank] for i, cut in enumerate(micro)]
-        fed = [Fed(b, b, float(batch_total(b)), b.tokens, None, {}) for b in mine]
+        fed = [Fed(b, b.to(runtime.device), float(batch_total(b)), b.tokens, None, {}) for b in mine]
         outcomes.push(number, step(fed, stop=False), fed)
-        (outcome,) = outcomes.ready()
+        (outcome,) = outcomes.ready(all=True)
         losses.append([outcome.loss / outcome.weight, outcome.grad_norm, float(outcome.samples)])
     states = {f"model.{name}": state for name, state in parts.dense_state().items()}
     states |= {f"tables.{name}": state for name, state in parts.table_state().items()}

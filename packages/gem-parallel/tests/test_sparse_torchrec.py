@@ -50,8 +50,8 @@ def managed():
     """Every table takes raw ids far outside of its rows; new ids are given rows every second step. As many ids as rows."""
     config = {"sharding": "row", "zch_interval": 2, "tables": {n: {"ids": "zch"} for n in ("a", "b", "c", "d")}}
     found = {
-        "strategy": "torchrec", "config": config, "model": 2, "steps": 40, "samples": [[6, 5], [4, 7]], "optimizer": {"lr": 0.1, "eps": 1e-3},
-        "evaluate": True, "factor": 1_000_003, "multiple": 4,
+        "strategy": "torchrec", "config": config, "model": 2, "steps": 40, "samples": [[6, 5], [4, 7]],
+        "optimizer": {"lr": 0.1, "eps": 1e-3}, "evaluate": True, "factor": 1_000_003, "multiple": 4,
     }  # fmt: skip
     return found | {"then": {k: found[k] for k in ("strategy", "config", "model", "multiple")}}
 

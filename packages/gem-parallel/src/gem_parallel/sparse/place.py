@@ -18,7 +18,7 @@ def placed(tables: TableSet, config: SparseConfig, strategy: str, where: Axes | 
     :raises ConfigError: options of unknown tables; host placement without CUDA; a budget that even caches exceed.
     """
     check_tables(tables, config, strategy)
-    device = torch.empty(0).device
+    device = _device()
     options = {t.name: options_of(t, config) for t in tables.tables}
     ranks = 1 if where is None else where.model * where.replica
     free = [t for t in tables.tables if options[t.name].placement is None]
@@ -51,6 +51,11 @@ def placed(tables: TableSet, config: SparseConfig, strategy: str, where: Axes | 
             fix='leave placement at "hbm" on the CPU',
         )
     return options
+
+
+def _device() -> torch.device:
+    """The one on which tensors are made now."""
+    return torch.empty(0).device
 
 
 def _budget(config: SparseConfig, device: torch.device) -> float:

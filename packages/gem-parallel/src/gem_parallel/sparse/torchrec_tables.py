@@ -530,7 +530,7 @@ class TorchrecTables(nn.Module):
             return
         at = f"._managed_collision_modules.{self.alias[table]}._"
         for key, value in self._module[0].state_dict().items():
-            before, found, what = key.partition(at)
+            _, found, what = key.partition(at)
             if not found or what == "output_segments_tensor":
                 continue
             what = what.removeprefix("mch_")

@@ -313,7 +313,7 @@ def test_gem_refuses_towers_that_look_ahead(key):
 def test_refused_combinations():
     with pytest.raises(ConfigError, match="'din' scores candidates"):
         build("din")
-    with pytest.raises(ConfigError, match="49 negatives of 49 items"):
+    with pytest.raises(ConfigError, match="49 negatives are drawn from 49 items"):
         build("sasrec", loss="gbce", negatives=49)
     without_user = features(sparse={"item": {"table": "item"}})
     with pytest.raises(ConfigError, match="there are none"):

@@ -140,7 +140,8 @@ class RetrievalModel(TableModel):
         self.sampler = NegativeSampler(self.items, self.pad, retrieval)
         if retrieval.loss == "gbce" and retrieval.negatives >= self.sampler.candidates:
             raise ConfigError(
-                f"gbce calibrates for a share of the items, and {retrieval.negatives} negatives of {self.sampler.candidates} items are none",
+                f"gbce calibrates for a share of the items, and {retrieval.negatives} negatives are drawn from "
+                f"{self.sampler.candidates} items",
                 where="model.retrieval.negatives",
                 fix='draw fewer, or set loss = "softmax", which scores all items',
             )

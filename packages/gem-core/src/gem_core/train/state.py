@@ -33,7 +33,7 @@ def load_optimizer(parts: Parts, dense: DenseAdamW, checkpoint: Checkpoint) -> N
 
     :raises CheckpointError: state of a parameter that the model does not have, or of another shape.
     """
-    stored, known = checkpoint.shapes("optimizer"), parts.dense_state()
+    stored, known = checkpoint.shapes("optimizer"), {*parts.dense_state(), *dense.parameters}
     strange = [key for key in stored if key.rpartition(".")[0] not in known]
     if strange:
         raise CheckpointError(f"the optimizer state {strange[0]!r} fits no parameter of this model", where=str(checkpoint.path))

@@ -111,7 +111,9 @@ def cost(kind: Kind, size: float, group: Group, network: Network) -> Cost:
         latency = network.launch + network.latencies[group.top] + (g - 1) * network.message
         return Cost(latency, _crossing(size, group, network))
     rounds = 2 if kind == "all-reduce" else 1
-    latency = network.launch + rounds * sum((n - 1) * latency for n, latency in steps)
+    # Once around the ring: g - 1 hops, as few as possible of them on the outer tiers.
+    hops = [g / within[k] - g / within[k + 1] if group.uses(k) else 0.0 for k in range(len(network.latencies))]
+    latency = network.launch + rounds * sum(n * latency for n, latency in zip(hops, network.latencies))
     return Cost(latency, tuple(rounds * load for load in _ring(size, group, network)))
 
 

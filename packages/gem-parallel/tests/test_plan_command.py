@@ -1,0 +1,203 @@
+"""``gemrec plan`` as its users meet it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from plan_cases import workload
+
+from gem_core.cli import main
+from gem_core.config import config_from_dict, load_config, resolve
+from gem_core.plugins import manager
+from gem_parallel.plan.candidates import Dense, Sparse
+from gem_parallel.plan.settings import from_parallel, to_parallel
+from gem_parallel.plan.workload import Table
+
+CLUSTERS = Path(__file__).parents[3] / "docs/examples/clusters"
+H200, B200 = str(CLUSTERS / "h200-x8-host.toml"), str(CLUSTERS / "b200-3-tier.toml")
+
+CONFIG = """
+[run]
+device = "cpu"
+[data]
+batch_size = 32
+[data.synthetic]
+rows = 256
+eval_rows = 64
+test_rows = 64
+[model]
+preset = "tiny"
+[train]
+steps = 2
+tensorboard = false
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "my.toml"
+    file.write_text(CONFIG)
+    return file
+
+
+def test_the_json_is_a_configuration_that_trains(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(config), "--cluster", H200, "--world", "1", "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    for word in ("Axes on tiers", "Time of a step", "Memory of the fullest rank", "Efficiency", "scaling ratio"):
+        assert word in text
+    planned = json.loads(out.read_text())
+    assert planned["parallel"]["dense"] == "single"
+    assert planned["plan"]["step_s"] > 0
+    assert main(["train", str(out), "--run-dir", str(tmp_path / "run"), "--quiet"]) == 0
+    kept = load_config(tmp_path / "run" / "config.toml")
+    assert kept.plan["step_s"] == pytest.approx(planned["plan"]["step_s"])
+    assert load_config(out).train.steps == 2
+
+
+def test_plan_of_eight_gpus_with_picture_ranks_and_reasons(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture, ranks = tmp_path / "plan.json", tmp_path / "plan.html", tmp_path / "ranks.csv"
+    files = ["--json", str(out), "--html", str(picture), "--ranks", str(ranks)]
+    assert main(["plan", str(config), "--cluster", H200, "--world", "8", *files, "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "Neighbours of the plan" in text
+    assert re.search(r"ms\s+slower|as fast|does not fit", text)
+    resolved = resolve(load_config(out)).config.parallel
+    assert resolved.replicate * resolved.shard * resolved.expert == 8 == resolved.model * resolved.replica
+    predicted = json.loads(out.read_text())["plan"]
+    assert sum(predicted["breakdown_s"].values()) == pytest.approx(predicted["step_s"])
+    assert predicted["memory_bytes"]["total"] < 150.1e9
+    rows = list(csv.DictReader(ranks.open()))
+    assert [int(r["rank"]) for r in rows] == list(range(8))
+    assert max(float(r["compute_s"]) for r in rows) == pytest.approx(predicted["ranks"]["compute_s"]["max"], rel=1e-4)
+    page = picture.read_text()
+    parser = _Tags()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.seen.count("svg") == 3
+    assert page.count("<rect") > 50
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+class _Tags(HTMLParser):
+    """Checks that every element is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+
+
+@pytest.mark.slow
+def test_trillion_parameters_on_4096_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.process_time()
+    out = tmp_path / "plan.json"
+    assert main(["plan", "xl", "--cluster", B200, "--world", "4096", "--samples", "1024", "--json", str(out)]) == 0
+    assert time.process_time() - begun < 60
+    text = capsys.readouterr().out
+    assert "1D tables" in text
+    plan = json.loads(out.read_text())["plan"]
+    assert plan["memory_bytes"]["total"] < 189e9
+    flat = plan["baselines"]["1D tables"]
+    assert plan["step_s"] < flat["step_s"] / 1.15
+    assert flat["breakdown_s"]["embedding all-to-all"] > 0.1
+    assert 0.4 < plan["scaling_ratio"] < 1
+    assert plan["scaling_ratio"] > plan["baselines"]["1D tables, plain FSDP"]["scaling_ratio"]
+
+
+TABLES = (*(Table(f"e{i}", 400_000, 64, 1, 1.0, 30.0) for i in range(2)), *(Table(f"t{i}", 200_000, 64, 1, 2.0) for i in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse"),
+    [
+        (Dense(8, 1, 1), Sparse("local", 1, 8)),
+        (Dense(1, 8, 1, reshard=False), Sparse("torchrec", 8, 1, cuts=("row", "table"))),
+        (Dense(2, 2, 2), Sparse("gem-2d", 4, 2, exchange="touched", cuts=("table", "row"))),
+        (Dense(2, 4, 1), Sparse("gem-2d", 2, 4, exchange="whole", schedule="torchrec", cuts=("row", "row"))),
+        (Dense(2, 4, 1), Sparse("torchrec-2d", 4, 2, exchange="whole", schedule="torchrec", cuts=("column", "table"))),
+        (Dense(2, 4, 1), Sparse("torchrec-2d", 4, 2, ("model", "replica"), "average", cuts=("row", "table"))),
+    ],
+)
+def test_settings_describe_the_candidate(dense: Dense, sparse: Sparse) -> None:
+    if sparse.strategy not in {spec.name for spec in manager().offers("sparse_strategy")}:
+        pytest.skip(f"the strategy {sparse.strategy} is not offered here")
+    work = workload(tables=TABLES)
+    config = config_from_dict({"parallel": to_parallel(dense, sparse, work), "model": {"preset": "tiny"}})
+    resolved = resolve(config)
+    assert from_parallel(config, resolved.dense, resolved.sparse, work, 8) == (dense, [sparse])
+
+
+def test_given_and_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["plan", str(config), "--cluster", H200, "--world", "4", "--lengths", 'law="lognormal", mean=20, max=64']
+    out = tmp_path / "plan.json"
+    set_to = ["--set", "parallel.dense=fsdp", "--set", "parallel.sparse=gem-2d", "--set", "parallel.replica=2"]
+    assert main([*base, *set_to, "--given", "--json", str(out)]) == 0
+    section = json.loads(out.read_text())
+    assert section["parallel"]["dense"] == "fsdp"
+    assert (section["parallel"]["model"], section["parallel"]["replica"]) == (2, 2)
+    rows = [
+        {"world": 1, "step_s": 0.01},
+        {"world": 4, "step_s": 2 * section["plan"]["step_s"], "peak_memory_bytes": 5e8, "parallel": section["parallel"]},
+    ]
+    measured = tmp_path / "measured.json"
+    measured.write_text(json.dumps(rows))
+    capsys.readouterr()
+    assert main([*base, "--measured", str(measured)]) == 0
+    assert "-50.0%" in capsys.readouterr().out
+
+
+def test_local_rates_replace_those_of_the_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    local = tmp_path / "local-tiny.json"
+    parts = [{"part": "attention", "forward_ms": 1.0, "total_ms": 3.0, "tflops": 1.0}]
+    local.write_text(json.dumps({"device": "NVIDIA H200", "parts": parts}))
+    base = ["plan", str(config), "--cluster", H200, "--world", "1"]
+    steps = []
+    for more in ([], ["--local", str(local)]):
+        out = tmp_path / "plan.json"
+        assert main([*base, *more, "--json", str(out)]) == 0
+        steps.append(json.loads(out.read_text())["plan"]["step_s"])
+    assert steps[1] != steps[0]
+    local.write_text(json.dumps({"device": "NVIDIA B200", "parts": parts}))
+    assert main([*base, "--local", str(local)]) == 2
+    assert "measured on 'NVIDIA B200'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world", "64"], "does not fit on 8 GPUs"),
+        (["--world", "2", "--sparse", "nothing"], "no table strategy 'nothing'"),
+        (["--world", "2", "--lengths", "law=normal"], "the law is not valid TOML"),
+        (["--world", "2", "--lengths", 'law="normal"'], "lengths"),
+        (["--world", "2", "--measured", "none.json"], "measurements cannot be read"),
+        (["--world", "2", "--json", "no/such/folder/plan.json"], "cannot be written"),
+        (["--world", "1", "--set", "data.batch_size=1000000"], "nothing fits"),
+    ],
+)
+def test_faults_of_the_user(config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--cluster", H200, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_torchrec_planner_is_asked_where_it_is_installed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchrec")
+    assert main(["plan", str(config), "--cluster", H200, "--world", "4", "--sparse", "gem-2d", "--torchrec"]) == 0
+    assert "TorchRec's planner" in capsys.readouterr().out

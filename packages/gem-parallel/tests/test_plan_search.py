@@ -1,0 +1,206 @@
+"""The search: optimal in its own cost model, and the published placement out of costs alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from plan_cases import cluster, workload
+
+from gem_core.errors import ConfigError
+from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sparse, table_classes
+from gem_parallel.plan.explain import baselines, efficiency, neighbours
+from gem_parallel.plan.search import Estimate, Space, plan
+from gem_parallel.plan.simulate import simulate
+from gem_parallel.plan.workload import Table
+
+TABLES = (*(Table(f"e{i}", 400_000, 64, 1, 1.0, 30.0) for i in range(2)), *(Table(f"t{i}", 200_000, 64, 1, 2.0) for i in range(6)))
+HOSTS = ((4, 300, 1, 1), (4, 20, 5, 1))
+
+
+def everything(space: Space) -> list[Estimate]:
+    """Every arrangement that fits, written out without the planner's own enumeration."""
+    world, found = space.world, []
+    kinds = len(table_classes(space.workload.tables))
+    denses = [
+        Dense(r, s, e, order, reshard)
+        for r, s, e in itertools.product(range(1, world + 1), repeat=3)
+        if r * s * e == world and space.workload.experts % e == 0
+        for order in itertools.permutations(DENSE_ORDER)
+        for reshard in (True, False)
+    ]
+    sparses = [Sparse("local", 1, world)]
+    for m in range(1, world + 1):
+        if world % m or world == 1:
+            continue
+        for order, cuts in itertools.product(
+            itertools.permutations(SPARSE_ORDER), itertools.product(("row", "table", "column"), repeat=kinds)
+        ):
+            cuts = cuts if m > 1 else ("table",) * kinds
+            if m == world:
+                sparses.append(Sparse("torchrec", m, 1, cuts=cuts))
+                continue
+            g = world // m
+            sparses += [
+                Sparse("torchrec-2d", m, g, order, "average", cuts=cuts),
+                Sparse("torchrec-2d", m, g, order, "whole", "torchrec", cuts),
+            ]
+            if "column" not in cuts:
+                sparses += [
+                    Sparse("gem-2d", m, g, order, e, s, cuts)
+                    for e, s in (("whole", "article"), ("whole", "torchrec"), ("touched", "article"))
+                ]
+    for d, s in itertools.product(dict.fromkeys(denses), dict.fromkeys(sparses)):
+        if space.memory(d, s).bytes <= space.room:
+            found.append(space.estimate(d, s))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "memory_gb", "batch", "experts", "seed"),
+    [(1, 40, 64, 1, 0), (2, 40, 64, 4, 1), (3, 40, 512, 2, 2), (4, 4.4, 256, 2, 3), (6, 40, 32, 2, 4), (8, 4.0, 128, 2, 5)],
+)
+def test_the_plan_is_the_optimum_of_its_cost_model(world: int, memory_gb: float, batch: int, experts: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    work = workload(
+        experts=experts, expert_parameters=int(rng.integers(1, 40)) * 1_000_000, batch=batch, flops=float(rng.uniform(1e8, 4e9)),
+        tables=TABLES, layers=2, lengths=rng.integers(0, 60, 64), by_event=float(rng.uniform(0, 1e7)),
+    )  # fmt: skip
+    space = Space.build(work, cluster(*HOSTS, memory_gb=memory_gb), world)
+    found = plan(space)
+    evaluated = space.evaluated
+    brute = everything(space)
+    assert found.best.seconds == pytest.approx(min(e.seconds for e in brute), rel=2e-5)
+    assert found.runnable.seconds == pytest.approx(min(e.seconds for e in brute if e.dense.runnable and e.sparse.runnable), rel=2e-5)
+    assert found.runnable.memory.bytes <= space.room
+    assert evaluated <= len(brute)
+
+
+def test_bounds_spare_simulations_and_change_nothing() -> None:
+    space = Space.build(workload(tables=TABLES, experts=2, layers=2), cluster((4, 300, 1, 1), (2, 20, 5, 1), (2, 20, 20, 4)), 16)
+    quick = plan(space)
+    spared = space.evaluated
+    full = plan(space, exhaustive=True)
+    assert quick.best.seconds == full.best.seconds
+    assert quick.runnable.seconds == full.runnable.seconds
+    assert spared < 0.5 * (space.evaluated - spared)
+
+
+def test_placement_follows_from_costs() -> None:
+    """The published rules on a cluster of 8-GPU hosts, zones of 64 hosts, and narrow links between zones: experts and table replicas on
+    NVLink, parameters sharded over 128 to 256 GPUs of one zone, gradients averaged across zones, tables over 256. Every order of the axes
+    is searched; no rule is written into the planner."""
+    place = cluster((8, 400, 1, 1), (64, 25, 8, 1), (8, 25, 25, 8), memory_gb=40)
+    tables = (
+        *(Table(f"e{i}", 5_000_000, 128, 1, 1.0, 40.0) for i in range(4)),
+        *(Table(f"t{i}", 5_000_000, 128, 1, 2.0) for i in range(1020)),
+    )
+    work = workload(
+        layers=12, experts=8, expert_parameters=120_000_000, trunk_parameters=20_000_000, batch=256, flops=24e9, saved=5e6, tables=tables
+    )
+    space = Space.build(work, place, 2048, sparse=["gem-2d"])
+    space.sparse = [s for s in space.sparse if s.exchange == "whole"]
+    assert {d.order for d in space.dense} != {DENSE_ORDER}
+    best = plan(space).best
+    dense, sparse = best.dense, best.sparse
+    host, zone = place.domains[:2]
+
+    def inside(group_of: Dense | Sparse, domain: int, *axes: str) -> bool:
+        group = group_of.group(place, *axes)
+        return group.within[1 + place.domains.index(domain)] == group.size
+
+    assert dense.expert > 1
+    assert inside(dense, host, "expert")
+    assert 128 <= dense.spread <= 256
+    assert inside(dense, zone, "shard", "expert")
+    assert dense.replicate > 1
+    assert not inside(dense, zone, "replicate")
+    assert sparse.replica > 1
+    assert inside(sparse, host, "replica")
+    assert sparse.model == 256
+    others = [r.estimate.seconds for r in neighbours(space, best) if r.estimate.memory.bytes <= space.room]
+    assert len(others) > 5
+    assert min(others) >= best.seconds * (1 - 1e-5)
+
+
+def test_1d_tables_fall_behind_as_the_world_grows() -> None:
+    """Published: two-dimensional tables gain 6 % at 512 GPUs, 20 % at 1,024, and the 1D exchange dominates from there on."""
+    place = cluster((8, 400, 1, 1), (32, 42, 8, 1), (16, 42, 20, 4), memory_gb=180, message_us=2.0)
+    tables = (
+        *(Table(f"e{i}", 30_000_000, 128, 1, 1.0, 400.0) for i in range(4)),
+        *(Table(f"t{i}", 30_000_000, 128, 1, 1.0) for i in range(252)),
+    )
+    work = workload(layers=6, experts=8, expert_parameters=30_000_000, flops=60e9, batch=256, tables=tables)
+    gains, shares = [], []
+    for world in (256, 1024, 4096):
+        space = Space.build(work, place, world)
+        best = plan(space).runnable
+        flat = baselines(space, best)["1D tables"]
+        gains.append(flat.seconds / best.seconds)
+        shares.append(flat.collectives["embedding all-to-all"][1] / flat.seconds)
+        assert efficiency(space, best.seconds).scaling > efficiency(space, flat.seconds).scaling * 0.999
+    assert gains == sorted(gains)
+    assert gains[1] > 1.05
+    assert gains[2] > 1.3
+    assert shares == sorted(shares)
+    assert shares[2] > 0.3
+
+
+def test_the_simulation_of_all_ranks_agrees_with_the_estimate() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(3, 1, 512)).clip(1, 200).astype(int)
+    work = workload(lengths=lengths, by_event=2e7, tables=TABLES, experts=4)
+    space = Space.build(work, cluster(*HOSTS, (4, 20, 20, 4)), 64, seed=3)
+    best = plan(space).runnable
+    for seed in range(3):
+        simulation = simulate(work, space.cluster, best.dense, best.sparse, seed=seed)
+        assert simulation.seconds == pytest.approx(best.seconds, rel=0.1)
+        assert simulation.imbalance > 1.02
+        assert simulation.compute.shape == (64,)
+        assert (simulation.waiting >= -1e-9).all()
+        assert simulation.memory.max() <= best.memory.bytes * 1.1
+    same = simulate(work, space.cluster, best.dense, best.sparse, seed=3)
+    assert same.seconds <= best.seconds * (1 + 1e-9)
+    assert same.table_bytes.sum() * (1 if best.sparse.spread_over_replicas else 1 / best.sparse.replica) == pytest.approx(work.table_bytes)
+
+
+def test_equal_ranks_simulate_to_the_estimate_exactly() -> None:
+    work = workload(tables=TABLES, experts=4)
+    space = Space.build(work, cluster(*HOSTS), 16)
+    checked = 0
+    for d in [d for d in space.dense if d.runnable][::3]:
+        for s in [s for s in space.sparse if set(s.cuts) <= {"row"}][::4]:
+            estimate = space.estimate(d, s)
+            assert simulate(work, space.cluster, d, s).seconds == pytest.approx(estimate.seconds, rel=1e-9)
+            checked += 1
+    assert checked > 20
+
+
+def test_the_breakdown_adds_up_to_the_step() -> None:
+    space = Space.build(workload(tables=TABLES, experts=4, flops=2e8), cluster(*HOSTS, (4, 20, 20, 4)), 64)
+    for d in space.dense[::5]:
+        for s in space.sparse[::9]:
+            estimate = space.estimate(d, s)
+            assert sum(estimate.breakdown.values()) == pytest.approx(estimate.seconds, rel=1e-9)
+            for total, exposed in estimate.collectives.values():
+                assert -1e-12 <= exposed <= total * (1 + 1e-9)
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"nothing fits: the leanest arrangement of 4 GPUs needs .* GB of 1\.0 GB") as fault:
+        plan(Space.build(workload(saved=2e7), cluster(*HOSTS, memory_gb=1.0), 4))
+    assert "data.batch_size = " in str(fault.value)
+    with pytest.raises(ConfigError, match="does not fit on 16 GPUs = 4"):
+        Space.build(workload(), cluster(*HOSTS), 17)
+
+
+def test_memory_of_sharded_parameters_is_their_share() -> None:
+    work = workload(saved=0.0)
+    space = Space.build(work, cluster(*HOSTS), 16)
+    for dense in space.dense:
+        memory = space.memory(dense, Sparse("local", 1, 16))
+        for _, amounts in memory.points:
+            assert amounts["parameters"] == pytest.approx(4 * work.parameters / dense.spread)
+            assert amounts["optimizer"] == pytest.approx(8 * work.parameters / dense.spread)
+        assert memory.points[-1][1]["gradients"] == pytest.approx(4 * work.parameters / dense.spread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -109,14 +110,17 @@ def test_options_that_gem_2d_cannot_follow_are_refused(options, what):
         SPECS["gem-2d"].build(toy_tables(), ONE, Gem2dConfig.model_validate(options))
 
 
-@pytest.mark.parametrize("name", ["gem-2d", "torchrec"])
+@pytest.mark.parametrize(
+    "name",
+    ["gem-2d", pytest.param("torchrec", marks=pytest.mark.skipif(find_spec("torchrec") is None, reason="TorchRec is not installed"))],
+)
 def test_several_processes_need_a_process_group(name):
     with pytest.raises(DeviceError, match="torchrun"):
         SPECS[name].build(toy_tables(), Mesh(2), SPECS[name].config_type())
 
 
 def test_one_process_only_for_fbgemm():
-    with pytest.raises(ConfigError, match='keeps all tables in one process, and 2 were started(.|\n)*"gem-2d"'):
+    with pytest.raises(ConfigError, match=r'keeps all tables in one process, and 2 were started(.|\n)*"gem-2d"'):
         SPECS["fbgemm"].build(toy_tables(), Mesh(2), SPECS["fbgemm"].config_type())
 
 
@@ -246,7 +250,7 @@ def test_an_id_outside_its_table_names_the_feature():
     module = SPECS["gem-2d"].build(tables, ONE, Gem2dConfig())
     for wrong in (64, -1):
         group = random_group(tables, 3, 1)
-        values = {k: group[k] for k in group.keys}  # noqa: SIM118
+        values = {k: group[k] for k in group.keys}
         values["c.events"] = Jagged(torch.tensor([1, wrong]), torch.tensor([0, 2, 2, 2]))
         with pytest.raises(DataError, match=rf"id {wrong} is outside \[0, 64\), the rows of table 'c'(.|\n)*features.c.events"):
             module(SparseGroup.from_jagged(values))
@@ -263,7 +267,7 @@ def test_sixteen_bit_tables_follow_fp32_training(dtype):
         module.configure_optimizer(TableOptimizer(lr=0.02))
         for step in range(60):
             toy_loss(module(random_group(tables, 6, step)), step).backward()
-        made[kind] = {n: s for n, s in module.state_items()}
+        made[kind] = dict(module.state_items())
     unit = 2.0**-11 if dtype == "fp16" else 2.0**-8
     for name, state in made[dtype].items():
         got, want = state.parts[0][1], made["fp32"][name].parts[0][1]

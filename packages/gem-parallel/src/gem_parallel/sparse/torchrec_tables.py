@@ -7,7 +7,6 @@ divided on the asking rank. Collision-managed tables form collections of their o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +24,11 @@ from gem_core.train.mesh import Mesh
 from gem_parallel.sparse.config import Torchrec2dConfig, TorchrecConfig
 from gem_parallel.sparse.engines import DTYPES
 from gem_parallel.sparse.initial import draw
-from gem_parallel.sparse.layout import BYTES
 from gem_parallel.sparse.need import need
 from gem_parallel.sparse.place import placed
 from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
+from gem_parallel.sparse.torchrec_plan import Collections, Plans, plan_lines
 
-KERNELS = {"hbm": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
 SPREAD = -7046029254386353131
 """2^64 over the golden ratio, as a signed 64-bit number."""
 Box = tuple[tuple[int, ...], Tensor]
@@ -70,19 +68,6 @@ def build_torchrec_2d(tables: TableSet, mesh: Mesh, config: Torchrec2dConfig) ->
     return TorchrecTables(tables, mesh, config, "torchrec-2d")
 
 
-class _Collections(nn.Module):
-    """The collections as children, so that TorchRec finds them by name."""
-
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.names = tuple(parts)
-
-    def forward(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: getattr(self, name)(features[name]) for name in self.names}
-
-
 class TorchrecTables(nn.Module):
     """See the module's text. The sharded module is kept outside of this module's parameters: `state_items` tells the state."""
 
@@ -101,13 +86,13 @@ class TorchrecTables(nn.Module):
         self.optimizer = RowwiseOptions()
         self.alias = {t.name: f"t{i}" for i, t in enumerate(tables.tables)}
         self.steps = 0
-        parts, self.reads = self._collections()
-        holder = _Collections(parts)
-        sharders = self._sharders()
-        ranks = mesh.model
-        self.plan = self._plan(holder, sharders, ranks)
+        plans = Plans(tables, self.options, config, self.alias, mesh.model, self.device)
+        parts, self.reads = plans.collections()
+        holder = Collections(parts)
+        sharders = plans.sharders(self.optimizer)
+        self.plan = plans.plan(holder, sharders)
         names = {a: n for n, a in self.alias.items()}
-        self.lines = _plan_lines(self.plan, names)
+        self.lines = plan_lines(self.plan, names)
         self.columns = {
             name: self.config.column_parts if self.config.sharding != "planner" else len(sharding.ranks)
             for part in self.plan.plan.values()
@@ -139,151 +124,7 @@ class TorchrecTables(nn.Module):
         assert set(found) == wanted
         return found
 
-    def _collections(self) -> tuple[dict[str, nn.Module], dict[str, list[Lookup]]]:
-        configs = need("torchrec.modules.embedding_configs", "this strategy")
-        modules = need("torchrec.modules.embedding_modules", "this strategy")
-        types = {"fp32": configs.DataType.FP32, "fp16": configs.DataType.FP16, "bf16": configs.DataType.BF16}
-        groups: dict[str, list[str]] = {}
-        for t in self.table_set.tables:
-            if self.options[t.name].ids == "zch" and t.rows % self.mesh.model:
-                raise ConfigError(
-                    f"table {t.name!r} has {t.rows} rows, and collision management wants a multiple of the {self.mesh.model} ranks",
-                    where=f"features.tables.{t.name}.rows",
-                    fix=f"set {-(-t.rows // self.mesh.model) * self.mesh.model} rows",
-                )
-            pooled = all(k.pooling != "none" for k in self.table_set.lookups if k.table == t.name)
-            kind = "bags" if pooled else f"events{t.dim}"
-            kind = f"zch_{kind}" if self.options[t.name].ids == "zch" else kind
-            groups.setdefault(kind, []).append(t.name)
-        parts: dict[str, nn.Module] = {}
-        reads: dict[str, list[Lookup]] = {}
-        for name, members in groups.items():
-            specs = [self.table_set.table(m) for m in members]
-            common = [
-                {
-                    "name": self.alias[t.name],
-                    "embedding_dim": t.dim,
-                    "num_embeddings": t.rows,
-                    "feature_names": [k.key for k in self.table_set.lookups if k.table == t.name],
-                    "data_type": types[self.options[t.name].dtype or "fp32"],
-                }
-                for t in specs
-            ]
-            meta = torch.device("meta")
-            if "bags" in name:
-                tables = [configs.EmbeddingBagConfig(pooling=configs.PoolingType.SUM, **c) for c in common]
-                part = modules.EmbeddingBagCollection(tables=tables, is_weighted=self.config.weighted, device=meta)
-            else:
-                part = modules.EmbeddingCollection(tables=[configs.EmbeddingConfig(**c) for c in common], device=meta)
-            parts[name] = self._managed(part) if name.startswith("zch") else part
-            reads[name] = [k for t in specs for k in self.table_set.lookups if k.table == t.name]
-        return parts, reads
-
-    def _managed(self, part: Any) -> nn.Module:
-        """``part`` with ids managed by TorchRec: every id gets a row of its own; the least used rows are taken back."""
-        collisions = need("torchrec.modules.mc_modules", 'ids = "zch"')
-        embedding = need("torchrec.modules.mc_embedding_modules", 'ids = "zch"')
-        bags = hasattr(part, "embedding_bag_configs")
-        configs = part.embedding_bag_configs() if bags else part.embedding_configs()
-        managed = {
-            c.name: collisions.MCHManagedCollisionModule(
-                zch_size=c.num_embeddings,
-                device=self.device,
-                eviction_policy=collisions.DistanceLFU_EvictionPolicy(),
-                eviction_interval=self.config.zch_interval,
-            )
-            for c in configs
-        }
-        collection = collisions.ManagedCollisionCollection(managed_collision_modules=managed, embedding_configs=configs)
-        kind = embedding.ManagedCollisionEmbeddingBagCollection if bags else embedding.ManagedCollisionEmbeddingCollection
-        return kind(part, collection)  # type: ignore[no-any-return]
-
-    def _sharders(self) -> list[Any]:
-        optimizers = need("fbgemm_gpu.split_embedding_configs", "this strategy").EmbOptimType
-        common = need("fbgemm_gpu.split_table_batched_embeddings_ops_common", "this strategy")
-        fused = {
-            "optimizer": optimizers.EXACT_ROWWISE_ADAGRAD,
-            "learning_rate": self.optimizer.lr,
-            "eps": self.optimizer.eps,
-            "cache_load_factor": self.config.cache_fraction,
-            "bounds_check_mode": common.BoundsCheckMode.FATAL,
-        }
-        bag = need("torchrec.distributed.embeddingbag", "this strategy").EmbeddingBagCollectionSharder(fused_params=fused)
-        event = need("torchrec.distributed.embedding", "this strategy").EmbeddingCollectionSharder(fused_params=fused)
-        sharders = [bag, event]
-        if any(o.ids == "zch" for o in self.options.values()):
-            managed = need("torchrec.distributed.mc_modules", 'ids = "zch"').ManagedCollisionCollectionSharder()
-            bags = need("torchrec.distributed.mc_embeddingbag", 'ids = "zch"')
-            events = need("torchrec.distributed.mc_embedding", 'ids = "zch"')
-            sharders.append(bags.ManagedCollisionEmbeddingBagCollectionSharder(bag, managed))
-            sharders.append(events.ManagedCollisionEmbeddingCollectionSharder(event, managed))
-        return sharders
-
-    def _plan(self, holder: _Collections, sharders: list[Any], ranks: int) -> Any:
-        types = need("torchrec.distributed.types", "this strategy")
-        if self.config.sharding == "planner":
-            return self._planned(holder, sharders, ranks)
-        plans = need("torchrec.distributed.sharding_plan", "this strategy")
-        held = [0.0] * ranks
-        found = {}
-        names = {a: n for n, a in self.alias.items()}
-        for name in holder.names:
-            part = getattr(holder, name)
-            sharder = next(s for s in sharders if isinstance(part, s.module_type) and type(part) is s.module_type)
-            ways = {}
-            for alias in sharder.shardable_parameters(part):
-                table = self.table_set.table(names[alias])
-                option = self.options[table.name]
-                kernel = KERNELS[option.placement or "hbm"]
-                how = "row" if option.ids == "zch" else (option.sharding or self.config.sharding)
-                size = table.rows * table.dim * BYTES[option.dtype or "fp32"]
-                if how == "auto":
-                    how = "row" if size > sum(held) / ranks and table.rows >= ranks else "table"
-                if how == "row":
-                    ways[alias] = plans.row_wise(compute_kernel=kernel)
-                elif how == "column":
-                    ways[alias] = plans.column_wise(
-                        ranks=_columns(table.dim, self.config.column_parts, ranks, table.name), compute_kernel=kernel
-                    )
-                elif how == "data":
-                    ways[alias] = plans.data_parallel()
-                else:
-                    rank = min(range(ranks), key=lambda r: (held[r], r))
-                    held[rank] += size
-                    ways[alias] = plans.table_wise(rank=rank, compute_kernel=kernel)
-            found[name] = plans.construct_module_sharding_plan(
-                part, ways, sharder=sharder, local_size=self._local(ranks), world_size=ranks, device_type=self.device.type
-            )
-        return types.ShardingPlan(plan=found)
-
-    def _planned(self, holder: _Collections, sharders: list[Any], ranks: int) -> Any:
-        planner = need("torchrec.distributed.planner", "this strategy")
-        kinds = need("torchrec.distributed.planner.types", "this strategy")
-        words = {"row": "row_wise", "table": "table_wise", "column": "column_wise", "data": "data_parallel"}
-        constraints = {}
-        for name, option in self.options.items():
-            ways = [words[option.sharding]] if option.sharding in words else ["table_wise", "row_wise"]
-            ways = ["row_wise"] if option.ids == "zch" else ways
-            kernels = ["dense"] if ways == ["data_parallel"] else [KERNELS[option.placement or "hbm"]]
-            constraints[self.alias[name]] = kinds.ParameterConstraints(sharding_types=ways, compute_kernels=kernels)
-        topology = kinds.Topology(world_size=ranks, compute_device=self.device.type, local_world_size=self._local(ranks))
-        try:
-            return planner.EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False).collective_plan(
-                holder, sharders, dist.group.WORLD
-            )
-        except kinds.PlannerError as error:
-            total = sum(t.rows * t.dim * BYTES[self.options[t.name].dtype or "fp32"] for t in self.table_set.tables)
-            raise ConfigError(
-                f"TorchRec's planner places {total / 2**30:.2f} GiB of tables on no {ranks} ranks: {str(error).splitlines()[0]}",
-                where="parallel.torchrec",
-                fix='use more ranks, placement = "auto" or a smaller dtype, or say sharding = "row"',
-            ) from error
-
-    @staticmethod
-    def _local(ranks: int) -> int:
-        return min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks)
-
-    def _distribute(self, holder: _Collections, sharders: list[Any]) -> Any:
+    def _distribute(self, holder: Collections, sharders: list[Any]) -> Any:
         parallel = need("torchrec.distributed.model_parallel", "this strategy")
         types = need("torchrec.distributed.types", "this strategy")
         config = self.config
@@ -394,8 +235,7 @@ class TorchrecTables(nn.Module):
                 kernel.reset_cache_states()
 
     def _flush(self) -> None:
-        if hasattr(self._module[0], "ensure_reduce_scatter_complete"):
-            self._average()
+        self._average()
         if self.device.type == "cuda":
             for kernel, _ in kernels_of(self._module[0]):
                 kernel.flush()
@@ -518,11 +358,9 @@ class TorchrecTables(nn.Module):
             self._average()
 
     def _average(self) -> None:
-        """Weights and optimizer state become their means over the replicas."""
-        module = self._module[0]
+        """Weights and optimizer state become their means over the replicas; between steps every rank has its whole shard."""
         if isinstance(self.config, Torchrec2dConfig):
-            module.ensure_reduce_scatter_complete()
-            module.sync(include_optimizer_state=True)
+            self._module[0].sync(include_optimizer_state=True)
 
     def _collisions(self, table: str) -> Iterator[tuple[str, Tensor | Shards]]:
         """What a collision-managed table knows of its ids: raw ids, their rows, counts and last uses, and the step."""
@@ -601,23 +439,3 @@ def select(group: SparseGroup, keys: list[str]) -> SparseGroup:
 
 def _bag(lengths: Tensor, rows: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=rows)
-
-
-def _columns(dim: int, parts: int, ranks: int, table: str) -> list[int]:
-    """Ranks of a table's column parts."""
-    if dim % parts or (dim // parts) % 4:
-        raise ConfigError(
-            f"table {table!r} of width {dim} does not split into {parts} column parts of a multiple of 4",
-            where="parallel.torchrec.column_parts",
-            fix="choose other parts, or another sharding for this table",
-        )
-    return [i % ranks for i in range(parts)]
-
-
-def _plan_lines(plan: Any, names: Mapping[str, str]) -> list[str]:
-    lines = ["tables: TorchRec plan"]
-    for part, module in plan.plan.items():
-        for alias, sharding in module.items():
-            ranks = ",".join(map(str, sharding.ranks or []))
-            lines.append(f"  {names[alias]} ({part}): {sharding.sharding_type}, {sharding.compute_kernel}, ranks {ranks}")
-    return lines

@@ -73,7 +73,7 @@ def main(arch: int) -> None:
     for name, operand, tile, rows, cols, stochastic in (
         ("mx_rows", Operand(), "mx", True, False, False),
         ("mx_both", Operand(), "mx_both", True, True, False),
-        ("mx_both_stochastic", Operand(rounding="stochastic"), "mx_both", True, True, True),
+        ("mx_both_stochastic", Operand(rounding="stochastic"), "mx_both_stochastic", True, True, True),
         ("mx_squares", Operand(block=(32, 32)), "mx_both", True, True, False),
         ("fp8_rows", Operand("fp8", block=(1, 128)), "fp8", True, False, False),
         ("fp8_both", Operand("fp8", block=(1, 128)), "fp8_both", True, True, False),

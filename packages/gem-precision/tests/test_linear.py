@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gem_core.errors import ConfigError, OpError
 from gem_precision.formats import quantize_fp8, quantize_mx
-from gem_precision.gemm import gemm, quantise, supports
+from gem_precision.gemm import gemm, quantise, supports, with_spare_rows
 from gem_precision.linear import GroupedLinear, convert_linear, grouped_linear, low_precision_linear, restore_linear
 from gem_precision.policy import BF16, Gemm, LinearPolicy, Operand, fp8_linear, mx_linear
 from gem_precision.site import SUMS, Site, linear_levels, measure
@@ -211,6 +211,17 @@ def test_grouped_module_without_site_and_fp8_refusal():
     layer.site = Site("g", "grouped", [("fp8-block", fp8_linear("block"))])
     with pytest.raises(OpError, match="MX or bf16"):
         layer(x, offsets)
+
+
+def test_rows_are_filled_up_from_the_storage_or_by_a_copy():
+    base = torch.arange(7 * 16, dtype=torch.uint8).view(7, 16)
+    spare = with_spare_rows(base[:5].view(torch.float8_e4m3fn))
+    assert spare.shape == (8, 16)
+    roomy = torch.zeros(8, 16, dtype=torch.uint8)
+    inside = with_spare_rows(roomy[:5])
+    assert inside.shape == (8, 16)
+    assert inside.data_ptr() == roomy.data_ptr()
+    assert torch.equal(spare[:5].view(torch.uint8), base[:5])
 
 
 def test_policies_refuse_nonsense():

@@ -44,7 +44,9 @@ def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, seed: i
 
 
 def assert_same(got, wanted) -> None:
-    assert torch.equal(got.data.contiguous().view(torch.uint8).cpu(), wanted.data.contiguous().view(torch.uint8).cpu())
+    mine, theirs = (q.data.contiguous().view(torch.uint8).cpu() for q in (got, wanted))
+    differ = (mine != theirs).nonzero()
+    assert not len(differ), [(tuple(i), mine[tuple(i)].item(), theirs[tuple(i)].item()) for i in differ[:8].tolist()]
     a, b = got.scales.contiguous(), wanted.scales.contiguous()
     if a.dtype == torch.float32:
         assert torch.equal(a.isnan(), b.isnan())

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gem_core.errors import OpError
 from gem_core.ops.contract import YES, Supported, no
@@ -26,6 +27,9 @@ log = logging.getLogger("gem_precision")
 
 PAD = 32
 """Multiple that the kernels fill K of wgrad's operands up to: token counts are what they are, and cuBLAS wants 16 (FP8) or 32 (MX)."""
+
+ROWS = 4
+"""Multiple that cuBLAS wants of the rows of strips of 1x128: their scales lie column after column, 16 bytes aligned."""
 
 _said: set[str] = set()
 
@@ -217,6 +221,23 @@ def _emulated(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
+    rows = a.shape[0]
+    if isinstance(a, FP8) and a.block == (1, 128) and rows % ROWS:
+        a = FP8(with_spare_rows(a.data), F.pad(a.scales, (0, 0, 0, -rows % ROWS), value=1.0), a.elem, a.block)
+    return _aligned_scaled_mm(a, b, out_dtype)[:rows]
+
+
+def with_spare_rows(data: Tensor) -> Tensor:
+    """``data [M, K]`` with rows up to a multiple of ROWS: those that its storage has behind it (the kernels leave some), whatever they
+    hold, since each row makes only its own row of the product; else a copy."""
+    m, k = data.shape
+    padded = -(-m // ROWS) * ROWS
+    if data.is_contiguous() and data.untyped_storage().nbytes() >= (data.storage_offset() + padded * k) * data.element_size():
+        return data.as_strided((padded, k), (k, 1))
+    return F.pad(data.view(torch.uint8), (0, 0, 0, padded - m)).view(data.dtype)
+
+
+def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
     left, right = a.data.contiguous(), b.data.contiguous().t()
     if isinstance(a, MX):
         scale_a = swizzle_scales(strip_scales(a)).view(torch.float8_e8m0fnu)
@@ -224,15 +245,20 @@ def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
     elif a.block == (1, 0):
         scale_a, scale_b = a.scales.contiguous(), b.scales.contiguous().t()
     else:
-        # strips want the rows innermost, squares want K innermost, padded to four
+        # strips want the rows innermost, squares want K innermost
         scale_a = a.scales.t().contiguous().t()
-        scale_b = (_pad_to_four(b.scales) if b.block == (128, 128) else b.scales.t().contiguous().t()).t()
+        if b.block == (128, 128) and b.scales.shape[1] % 4:
+            return _blockwise_padded(left, right, scale_a, b.scales, out_dtype)
+        scale_b = (b.scales.contiguous() if b.block == (128, 128) else b.scales.t().contiguous().t()).t()
     kernel_dtype = torch.bfloat16 if isinstance(a, FP8) and a.block == (1, 0) else out_dtype
     return torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=kernel_dtype).to(out_dtype)
 
 
-def _pad_to_four(scales: Tensor) -> Tensor:
-    rows, columns = scales.shape
-    padded = scales.new_zeros(rows, (columns + 3) // 4 * 4)
-    padded[:, :columns] = scales
-    return padded[:, :columns]
+def _blockwise_padded(left: Tensor, right: Tensor, strips: Tensor, squares: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """cuBLAS reads the scales of squares in rows of a multiple of four; `torch._scaled_mm` refuses rows that are padded to that."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    padded = F.pad(squares, (0, -squares.shape[1] % 4)).t()
+    return scaled_mm(
+        left, right, strips, ScalingType.BlockWise1x128, padded, ScalingType.BlockWise128x128, output_dtype=out_dtype
+    )  # fmt: skip

@@ -84,7 +84,8 @@ def measure(x: Tensor, quantised: Any, turn: int = 0) -> Tensor:
     x alone is measured). ``turn`` moves the window; consecutive turns reach every part."""
     if x.numel() == 0:
         return torch.zeros(len(SUMS), dtype=torch.float64, device=x.device)
-    top = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    # a maximum does not depend on the order: read the memory straight through
+    top = torch.linalg.vector_norm(x if x.is_contiguous() else x.transpose(-1, -2), torch.inf, dtype=torch.float32)
     spoiled = top.new_zeros(()) if quantised is None else _nan_scales(quantised)
     if x.dim() == 2:
         x, quantised = _window(x, quantised, turn)
@@ -92,22 +93,23 @@ def measure(x: Tensor, quantised: Any, turn: int = 0) -> Tensor:
     coded = wide if quantised is None else quantised.dequantize(torch.float32)
     good = wide.isfinite() & coded.isfinite()
     wide, coded = torch.where(good, wide, 0.0), torch.where(good, coded, 0.0)
-    error = (wide - coded).abs()
-    sums = [
-        torch.where(top.isfinite(), top, wide.abs().amax()),
-        _cut_off(wide, quantised),
-        (coded == 0) & (wide != 0),
-        good,
-        wide.square(),
-        error.square(),
-        wide * coded,
-        coded.square(),
-        (error / wide.abs()).nan_to_num_(0.0),
-        _dead(wide, coded, quantised),
-        spoiled,
-        ~top.isfinite(),
-    ]
-    return torch.stack([t.sum(dtype=torch.float64) for t in sums])
+    error, size = (wide - coded).abs(), wide.abs()
+    elements = torch.stack(
+        [
+            _cut_off(size, coded.abs(), quantised),
+            ((coded == 0) & (wide != 0)).float(),
+            good.float(),
+            wide * wide,
+            error * error,
+            wide * coded,
+            coded * coded,
+            (error / size).nan_to_num_(0.0),
+        ]
+    ).view(8, -1)
+    amax = torch.where(top.isfinite(), top, size.amax())
+    others = (amax, _dead(wide, coded, quantised).sum(), spoiled.sum(), ~top.isfinite())
+    first, dead, nan, bad = (t.to(torch.float64).reshape(1) for t in others)
+    return torch.cat([first, elements.sum(1, dtype=torch.float64), dead, nan, bad])
 
 
 def _nan_scales(quantised: Any) -> Tensor:
@@ -133,11 +135,12 @@ def _dead(x: Tensor, coded: Tensor, quantised: Any) -> Tensor:
     return (block_amax(coded, (r, c)) == 0) & (block_amax(x, (r, c)) > 0)
 
 
-def _cut_off(x: Tensor, quantised: Any) -> Tensor:
-    """Which elements lie more than half a step beyond the largest value of their block's scale."""
+def _cut_off(size: Tensor, coded: Tensor, quantised: Any) -> Tensor:
+    """Which elements (magnitudes ``size``, ``coded`` after quantising) lie more than half a step beyond the largest value of their block's
+    scale."""
     if quantised is None:
-        return x.new_zeros(())
+        return torch.zeros_like(size)
     elem = element(quantised.elem)
     at_top = decode(quantised.data, elem).abs() == elem.largest
     edge = 1 + 2.0 ** (elem.emax - elem.mbits - 1) / elem.largest
-    return at_top & (x.abs() > quantised.dequantize(torch.float32).abs() * edge)
+    return (at_top & (size > coded * edge)).float()

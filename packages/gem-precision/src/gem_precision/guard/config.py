@@ -13,7 +13,7 @@ class GuardConfig(FrozenConfig):
     """Defaults suit E4M3 in blocks of 32, whose mean relative error is about 0.025 and whose SQNR is about 31 dB."""
 
     enabled: bool = True
-    sample_every: int = Field(200, gt=0, description="steps between samples of all sites")
+    sample_every: int = Field(500, gt=0, description="steps between samples of all sites")
     patience: int = Field(2, gt=0, description="bad samples in a row before a site is demoted; one is enough after an alarm")
     quiet: int = Field(10, gt=0, description="clean samples in a row before a site is promoted by one level; doubles with each demotion")
     max_demotions: int = Field(3, gt=0, description="a site demoted this often stays where it is")

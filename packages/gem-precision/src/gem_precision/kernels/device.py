@@ -76,18 +76,16 @@ def encode(
     y, random, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, LARGEST: tl.constexpr, SIGN: tl.constexpr,
     NAN: tl.constexpr, STOCHASTIC: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """uint8 codes of fp32 y, saturating. ``CAST`` 1: E4M3, 2: E5M2 by the hardware's conversion; 0: in integers."""
-    bits = y.to(tl.int32, bitcast=True)
-    is_nan = (bits & 0x7FFFFFFF) > INF_BITS
-    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
-    if CAST != 0:
-        clamped = tl.where(bits < 0, -magnitude, magnitude)
-        if CAST == 1:
-            codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            codes = clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
-        return tl.where(is_nan, NAN, codes).to(tl.uint8)
+    """uint8 codes of fp32 y, saturating. ``CAST`` 1: E4M3, 2: E5M2 by the hardware's conversion, which saturates and has one
+    NaN; 0: in integers."""
+    if CAST == 1:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif CAST == 2:
+        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
+        bits = y.to(tl.int32, bitcast=True)
+        is_nan = (bits & 0x7FFFFFFF) > INF_BITS
+        magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
         exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, EMIN), EMAX)
         steps = magnitude * ((MBITS + 127 - exponent) << 23).to(tl.float32, bitcast=True)

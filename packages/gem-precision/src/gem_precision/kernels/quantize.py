@@ -18,10 +18,11 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3, "relu_square": 4}
 
 TILES: dict[str, dict[str, Any]] = {
     "mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
-    "mx_both": {"BLOCK_R": 64, "BLOCK_C": 64, "num_warps": 4},
+    "mx_both": {"BLOCK_R": 128, "BLOCK_C": 64, "num_warps": 4},
+    "mx_both_stochastic": {"BLOCK_R": 64, "BLOCK_C": 64, "num_warps": 4},
     "fp8": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
-    "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
+    "norm_mx": {"BLOCK_R": 64, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
 }
 """Tile of each use; the benchmark of this package times others."""
@@ -68,9 +69,7 @@ def quantize_matrix(
     what, meta = _plan(x, rows, columns, generator, swizzle, pad)
     if act not in ACTIVATIONS:
         raise OpError(f"no activation called {act!r} is fused with quantising", where="act", fix=f"choose one of {', '.join(ACTIVATIONS)}")
-    one = rows or columns
-    assert one is not None
-    tile = tile or TILES[one.format + ("" if rows is not None and columns is None and one.block[0] == 1 else "_both")]
+    tile = tile or TILES[_use(rows, columns)]
     r, c = x.shape
     y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
     programs = -(-r // tile["BLOCK_R"]) * -(-c // tile["BLOCK_C"])
@@ -81,6 +80,15 @@ def quantize_matrix(
         ACT=ACTIVATIONS[act], WRITE_Y=write_y, **meta, **tile,
     )  # fmt: skip
     return what.result(y if write_y else None)
+
+
+def _use(rows: Operand | None, columns: Operand | None) -> str:
+    one = rows or columns
+    assert one is not None
+    if columns is None and one.block[0] == 1:
+        return one.format
+    stochastic = any(o is not None and o.rounding == "stochastic" for o in (rows, columns))
+    return f"{one.format}_both_stochastic" if stochastic and one.format == "mx" else f"{one.format}_both"
 
 
 def norm_quantize(
@@ -165,14 +173,16 @@ class _Outputs:
         self.rows, self.columns, self.swizzle, self.seeds = rows, columns, swizzle, seeds
         self.shape = x.shape
         r, c = x.shape
-        self.col_stride = -(-r // pad) * pad
+        # the kernels write words of four codes
+        self.col_stride, self.col_length = -(-r // max(pad, 4)) * max(pad, 4), -(-r // pad) * pad
         self.row_data = self.row_scales = self.col_data = self.col_scales = None
         one = rows or columns
         if one is None:
             return
         self.square = one.block[0] != 1
         if rows is not None:
-            self.row_data = x.new_empty((r, c), dtype=torch.uint8)
+            # spare rows for `gem_precision.gemm.with_spare_rows`
+            self.row_data = x.new_empty((r + 3, c), dtype=torch.uint8)[:r]
         if columns is not None:
             self.col_data = x.new_empty((c, self.col_stride), dtype=torch.uint8)
             self.col_data[:, r:].zero_()
@@ -202,7 +212,7 @@ class _Outputs:
             rows = self._quantised(self.rows, self.row_data, self.row_scales)
         if self.columns is not None:
             scales = self.row_scales.t() if self.square and self.row_scales is not None else self.col_scales
-            columns = self._quantised(self.columns, self.col_data, scales)
+            columns = self._quantised(self.columns, self.col_data[:, : self.col_length], scales)  # type: ignore[index]
         return Directions(rows, columns, y, stats)
 
     @staticmethod

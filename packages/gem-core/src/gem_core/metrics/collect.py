@@ -91,8 +91,8 @@ class MetricSet:
         return results
 
 
-def group_key(batch: Batch, name: str) -> Tensor:
-    """``[B]`` int64 keys: a column of the batch, or a sparse feature with exactly one id a sample.
+def group_key(batch: Batch, name: str, where: str = "eval.group") -> Tensor:
+    """``[B]`` int64 keys: a column of the batch, or a sparse feature with exactly one id a sample. ``where`` names it in errors.
 
     :raises DataError: there is no such column or feature, or a sample has no or several ids.
     """
@@ -102,14 +102,14 @@ def group_key(batch: Batch, name: str) -> Tensor:
         there = [*batch.columns, *(batch.sparse.keys if batch.sparse else ())]
         raise DataError(
             f"the evaluation data has neither a column nor a sparse feature called {name!r}",
-            where="eval.group",
+            where=where,
             fix=f"it has: {', '.join(there) or 'none'}",
         )
     ids = batch.sparse[name]
     if bool((ids.lengths != 1).any()):
         raise DataError(
             f"the sparse feature {name!r} has no or several ids in some samples, so it cannot group them",
-            where="eval.group",
+            where=where,
             fix="name a feature with one id a sample, or a column",
         )
     return ids.values.long()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from gem_core.errors import ConfigError
 from gem_core.metrics.collect import ALWAYS, MetricSet
 from gem_core.metrics.contract import Metric
 from gem_core.metrics.retrieval import names
+from gem_core.metrics.slices import SlicedMetrics
 from gem_core.model.contract import Retrieval
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
@@ -52,10 +53,18 @@ def rehearse(source: Source, config: Eval, tasks: tuple[str, ...], features: Fea
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module | Callable[..., Any], model: nn.Module, source: Source, config: Eval, tasks: tuple[str, ...], runtime: Runtime
+    module: nn.Module | Callable[..., Any],
+    model: nn.Module,
+    source: Source,
+    config: Eval,
+    tasks: tuple[str, ...],
+    runtime: Runtime,
+    slices: Sequence[SlicedMetrics] = (),
 ) -> tuple[Results, int]:
     """Metrics of ``tasks`` and the samples seen, over all ranks. ``module`` is called (``model``, wrapped or not); ``model`` is put into
-    evaluation mode meanwhile. Logits are read one batch late, so that the device never waits for the host."""
+    evaluation mode meanwhile. Logits are read one batch late, so that the device never waits for the host.
+
+    ``slices`` are fed likewise, and hold all ranks' rows afterwards. A model of `Retrieval` takes none."""
     if isinstance(model, Retrieval):
         return ranking.evaluate(module, model, source, config, runtime)
     metrics = MetricSet(tasks, metric_builders(config), config.group)
@@ -68,12 +77,13 @@ def evaluate(
                 break
             output = module(fed.batch)
             ready, late = late, _fetch(fed, output.logits.float(), output.task_names)
-            _add(metrics, ready)
-        _add(metrics, late)
+            _add((metrics, *slices), ready)
+        _add((metrics, *slices), late)
     finally:
         model.train(was_training)
     if runtime.world > 1:
-        metrics.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])
+        for kept in (metrics, *slices):
+            kept.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])
     # One rank computes: the others add the same numbers in another order, and must not draw other conclusions from the last bit.
     return runtime.on_main(lambda: (metrics.compute(), metrics.samples))
 
@@ -88,12 +98,13 @@ def _fetch(fed: Fed, logits: Tensor, names: tuple[str, ...]) -> tuple[Fed, Tenso
     return fed, host, names, event
 
 
-def _add(metrics: MetricSet, item: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None) -> None:
+def _add(kept: Sequence[MetricSet | SlicedMetrics], item: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None) -> None:
     if item is not None:
         fed, logits, names, event = item
         if event is not None:
             event.synchronize()
-        metrics.update(fed.host, logits, names)
+        for metrics in kept:
+            metrics.update(fed.host, logits, names)
 
 
 @dataclass

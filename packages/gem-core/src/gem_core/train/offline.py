@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from gem_core.config import Config, ResolvedConfig, load_config, resolve
-from gem_core.errors import CheckpointError
+from torch import Tensor
+
+from gem_core.config import Config, Features, ResolvedConfig, load_config, resolve
+from gem_core.errors import CheckpointError, ConfigError
+from gem_core.metrics.slices import SlicedMetrics, record, slicing
+from gem_core.model.contract import Retrieval
 from gem_core.ops import use_policy
 from gem_core.train.build import Parts, build_parts, build_source, task_names
 from gem_core.train.contract import Results
-from gem_core.train.evaluate import evaluate
+from gem_core.train.evaluate import evaluate, metric_builders
 from gem_core.train.runfolder import RunFolder
 from gem_core.train.runtime import Runtime, runtime
 from gem_core.train.state import load_guard, load_parameters
@@ -21,12 +26,14 @@ from gem_core.train.state import load_guard, load_parameters
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one checkpoint on one split; ``main`` is true in the process that should print them."""
+    """Metrics of one checkpoint on one split, also by slices (``{by: {slice: {samples, tasks, undefined}}}``); ``main`` is true in the
+    process that should print them."""
 
     step: int
     samples: int
     results: Results
     main: bool
+    slices: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
@@ -42,17 +49,32 @@ def run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     return load_config(folder.config, [*kept, *overrides])
 
 
-def evaluate_run(path: str | Path, *, split: str = "eval", overrides: Iterable[str] = (), step: int | None = None) -> Evaluation:
+def evaluate_run(
+    path: str | Path, *, split: str = "eval", overrides: Iterable[str] = (), step: int | None = None, by: Sequence[str] = ()
+) -> Evaluation:
     """Evaluate the newest checkpoint of the run in ``path``, or that of ``step``, on ``split``.
 
     :param overrides: ``KEY=VALUE`` on the run's configuration: other data, another device, further metrics.
+    :param by: also by slices; see `gem_core.metrics.slices.slicing`. A column that the run did not carry along is read.
     :raises CheckpointError: no run folder, no usable checkpoint, or one that does not fit the overridden configuration.
     """
-    with loaded_run(path, overrides=overrides, step=step) as run:
+    changes = [*overrides, *_carried(run_config(Path(path), overrides).features, by)]
+    with loaded_run(path, overrides=changes, step=step) as run:
         config, parts, rt = run.resolved.config, run.parts, run.runtime
+        if by and isinstance(parts.model, Retrieval):
+            raise ConfigError("ranks among all items have no slices", where="--by", fix="leave it out for a model that retrieves items")
+        tasks, builders = task_names(config.features), metric_builders(config.eval)
+        slices = [SlicedMetrics(slicing(b, config.features, run.updated), tasks, builders, config.eval.group) for b in dict.fromkeys(by)]
         source = build_source(run.resolved, split, rt)
-        results, samples = evaluate(parts.module, parts.model, source, config.eval, task_names(config.features), rt)
-        return Evaluation(run.step, samples, results, rt.main)
+        results, samples = evaluate(parts.module, parts.model, source, config.eval, tasks, rt, slices)
+        return Evaluation(run.step, samples, results, rt.main, record(slices))
+
+
+def _carried(features: Features, by: Sequence[str]) -> list[str]:
+    """The override that makes the source carry the columns that slices need."""
+    known = (*features.columns, *features.sparse, "day", "warm")
+    more = [b for b in by if b not in known and not b.startswith("warm:")]
+    return [f"features.columns={json.dumps([*features.columns, *more])}"] if more else []
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,21 @@ class LoadedRun:
     parts: Parts
     runtime: Runtime
     step: int
+
+    def updated(self, table: str) -> Tensor:
+        """``[rows]`` bool: the rows of ``table`` that training had updated, which those of ids that it never saw are not.
+
+        :raises ConfigError: the tables keep no accumulator that tells.
+        """
+        state = dict(self.parts.tables.state_items()) if self.parts.tables is not None else {}
+        found = state.get(f"{table}.accumulator")
+        if not isinstance(found, Tensor) or self.resolved.config.train.tables.kind != "rowwise_adagrad":
+            raise ConfigError(
+                "warm and cold ids are told apart by the accumulators of row-wise AdaGrad, which this run's tables lack here",
+                where="--by warm",
+                fix="evaluate in one process a run that was trained with train.tables.kind = rowwise_adagrad",
+            )
+        return found.detach().cpu() > self.resolved.config.train.tables.initial_accumulator
 
 
 @contextmanager

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gem_core import KernelSpec, hookimpl
+
+if TYPE_CHECKING:
+    from gem_core.cli.groups import CommandGroups
 
 
 class Plugin:
@@ -15,6 +20,12 @@ class Plugin:
         from gem_kernels import eager, triton
 
         return [*eager.specs(), *triton.specs()]
+
+    @hookimpl
+    def gem_commands(self, app: CommandGroups) -> None:
+        from gem_kernels import commands
+
+        commands.register(app)
 
 
 plugin = Plugin()

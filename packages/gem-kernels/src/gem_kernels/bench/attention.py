@@ -1,10 +1,4 @@
-"""``python -m gem_kernels.bench attention``: `jagged_attention` and `gdpa` beside their peers, forward and backward.
-
-Examples::
-
-    python -m gem_kernels.bench attention --budget-seconds 500 --out results
-    python -m gem_kernels.bench attention --rows self-1024-s0.5,cross-1024x32-s0.5 --impls triton,triton-split
-    python -m gem_kernels.bench attention --tune --out results      # measure every candidate configuration first
+"""The attention rows of ``gemrec bench kernels``: `jagged_attention` and `gdpa` beside their peers, forward and backward.
 
 Columns: ms (median of CUDA-graph replays), eager_ms (the same call launched from Python), tflops, gbs (least bytes over time), of_gemm and
 of_floor (share of the in-run matrix product rate, and of the nearer of the arithmetic and the byte floor), error (largest relative error of
@@ -13,12 +7,7 @@ the results against float64 on a few samples), peak_mib (memory an eager call al
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import contextlib
-import multiprocessing
-import os
-import shlex
 import statistics
 import time
 from dataclasses import replace
@@ -33,10 +22,10 @@ from gem_core.ops.contracts import GDPA
 from gem_kernels.bench.attention_peers import PEERS, Unavailable
 from gem_kernels.bench.attention_rows import ROWS, Data, Row, small
 from gem_kernels.bench.report import environment, say, write
+from gem_kernels.bench.settings import Settings, compile_ahead
 from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
 from gem_kernels.triton import specs
 from gem_kernels.triton.common import tune
-from gem_kernels.triton.common.device import TARGETS
 from gem_kernels.triton.common.launch import compile_only
 
 COLUMNS = ["row", "pass", "op", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_floor", "error", "peak_mib", "vs_best", "note"]
@@ -45,58 +34,34 @@ _LIMIT = {"forward": 1e-2, "backward": 1.5e-2}
 _CHECKED = 4
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gem_kernels.bench attention", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rows", default="", help="comma-separated names (default: all): " + ", ".join(r.name for r in ROWS))
-    parser.add_argument("--impls", default="triton", help="implementations of this package (default: triton)")
-    parser.add_argument("--ops", default="jagged_attention,gdpa")
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="start no row after this time")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--no-eager", action="store_true", help="leave out the eager column and the peak memory")
-    parser.add_argument("--tune", action="store_true", help="measure all candidate configurations and use the best; they are in the JSON")
-    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile ahead (0: none)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", help="folder of the results (default: $OUT)")
-    args = parser.parse_args(argv)
+def run(settings: Settings) -> None:
+    """Check and time the wanted rows; print them, and write ``attention.json``, ``.md`` and ``.svg``."""
     started = time.monotonic()
-    names = args.rows.split(",") if args.rows else [r.name for r in ROWS]
-    rows = [r for r in ROWS if r.name in names]
-    compile_ahead(rows, args)
+    rows = [r for r in ROWS if not settings.rows or r.name in settings.rows]
+    if not rows:
+        return
+    jobs = [
+        (row.name, op, name, pass_, settings.tune)
+        for row in rows for op in row.ops if settings.wants(op) for name in settings.impls for pass_ in ("forward", "backward")
+    ]  # fmt: skip
+    compile_ahead(jobs, _compile_row, settings.workers)
     say(f"compiled ahead: {time.monotonic() - started:.0f} s")
     limits = ceilings()
     say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s, copy {limits.copy:.2f} TB/s")
-    command = "python -m gem_kernels.bench attention " + shlex.join(argv)
-    data: dict[str, Any] = {"environment": environment(command, gemm_tflops=limits.gemm, copy_tbs=limits.copy), "results": [], "tuned": []}
+    about = environment(settings.command, gemm_tflops=limits.gemm, copy_tbs=limits.copy)
+    data: dict[str, Any] = {"environment": about, "results": [], "tuned": []}
     for row in rows:
-        if time.monotonic() - started > args.budget_seconds:
-            say(f"{row.name}: not run, the budget of {args.budget_seconds:.0f} s is used up")
+        if time.monotonic() - started > settings.budget:
+            say(f"{row.name}: not run, the budget of {settings.budget:.0f} s is used up")
             continue
-        run_row(row, args, limits, data)
-        write(args.out, "attention", data, COLUMNS)
+        run_row(row, settings, limits, data)
+        write(settings.out, "attention", data, COLUMNS)
         release()
-    return 0
 
 
-def compile_ahead(rows: list[Row], args: argparse.Namespace) -> None:
-    """Fill Triton's disk cache from several processes, so that the rows do not wait for the compiler one kernel at a time."""
-    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    if not args.workers or target not in TARGETS:
-        return
-    jobs = [
-        (row, op, name, pass_, target, args.tune)
-        for row in rows for op in row.ops if op in args.ops for name in args.impls.split(",") for pass_ in ("forward", "backward")
-    ]  # fmt: skip
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with concurrent.futures.ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
-        for job, fault in zip(jobs, pool.map(_compile_row, jobs)):
-            if fault:
-                say(f"compiling {job[0].name} {job[1]} {job[2]} {job[3]}: {fault}")
-
-
-def _compile_row(job: tuple[Row, str, str, str, str, bool]) -> str | None:
-    row, op, name, pass_, target, everything = job
+def _compile_row(job: tuple[str, str, str, str, bool, str]) -> str | None:
+    row_name, op, name, pass_, everything, target = job
+    row = next(r for r in ROWS if r.name == row_name)
     try:
         with compile_only(target, every_candidate=everything):
             data = Data(small(row), "cpu")
@@ -114,7 +79,7 @@ def _compile_row(job: tuple[Row, str, str, str, str, bool]) -> str | None:
     return None
 
 
-def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str, Any]) -> None:
+def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]) -> None:
     """Check and time every variant of a row, print the lines, add them to ``data``."""
     began = time.monotonic()
     inputs = Data(row, "cuda")
@@ -122,21 +87,21 @@ def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str
     lines: list[dict[str, Any]] = []
     for pass_ in ("forward", "backward"):
         variants, about = {}, {}
-        if not args.no_peers:
+        if settings.peers:
             for name in row.peers:
                 with contextlib.suppress(_Skipped):
                     variants[("jagged_attention", name)], about[("jagged_attention", name)] = _prepare_peer(inputs, name, pass_)
         for op in row.ops:
-            if op not in args.ops:
+            if not settings.wants(op):
                 continue
-            for name in args.impls.split(","):
+            for name in settings.impls:
                 found = [s for s in specs() if s.op == op and s.name == name]
                 if found and found[0].supports(inputs.problem(op)):
                     try:
-                        variants[(op, name)], about[(op, name)] = _prepare(inputs, found[0], pass_, args, data)
+                        variants[(op, name)], about[(op, name)] = _prepare(inputs, found[0], pass_, settings, data)
                     except Exception as error:
                         say(f"  {row.name} {pass_} {op} {name}: {type(error).__name__}: {str(error)[:300]}")
-        times = interleaved_ms({f"{op}|{name}": run for (op, name), run in variants.items()}, rounds=args.rounds)
+        times = interleaved_ms({f"{op}|{name}": run for (op, name), run in variants.items()}, rounds=settings.rounds)
         for (op, name), note in about.items():
             ms = statistics.median(times[f"{op}|{name}"])
             line = _line(inputs, row, pass_, op, name, ms, limits)
@@ -175,7 +140,7 @@ def _needs(data: Data) -> tuple[bool, ...]:
     return tuple(data.tensors[n] is not None for n in GDPA.differentiable)
 
 
-def _prepare(inputs: Data, spec: KernelSpec, pass_: str, args: argparse.Namespace, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _prepare(inputs: Data, spec: KernelSpec, pass_: str, settings: Settings, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Replay and notes of one of our implementations, after its results were checked."""
     problem, tensors = inputs.problem(spec.op), tuple(inputs.tensors.values())
     needs = _needs(inputs)
@@ -188,7 +153,7 @@ def _prepare(inputs: Data, spec: KernelSpec, pass_: str, args: argparse.Namespac
         return spec.backward(problem, saved, inputs.dout, needs)
 
     run = forward if pass_ == "forward" else backward
-    if args.tune:
+    if settings.tune:
         with tune.tuning() as timings:
             run()
         data["tuned"] += timings
@@ -198,7 +163,7 @@ def _prepare(inputs: Data, spec: KernelSpec, pass_: str, args: argparse.Namespac
         raise ArithmeticError(f"relative error {error:.2e} against float64: not timed")
     note: dict[str, Any] = {"error": error}
     del got
-    if not args.no_eager:
+    if settings.eager:
         note["peak_mib"] = peak_bytes(run) / 2**20
         note["eager_ms"] = statistics.median(interleaved_ms({"eager": run}, rounds=3, target_ms=15)["eager"])
     return capture(run), note
@@ -218,7 +183,7 @@ def _prepare_peer(inputs: Data, name: str, pass_: str) -> tuple[Any, dict[str, A
             dout = torch.randn_like(result)
         error = None
         if hasattr(peer, "leaves"):
-            note = {"note": "padded, unchecked"}
+            note = {"note": peer.note}
         else:
             got = (result.detach(),) if pass_ == "forward" else torch.autograd.grad(result, leaves, dout, retain_graph=True)
             error = check(inputs, "jagged_attention", pass_, tuple(got))

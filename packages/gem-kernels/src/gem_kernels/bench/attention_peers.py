@@ -67,7 +67,7 @@ def cudnn_padded(data: Data) -> Peer:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=row.causal)
 
-    run.leaves = (q, k, v)  # type: ignore[attr-defined]
+    run.leaves, run.note = (q, k, v), "padded, unchecked"  # type: ignore[attr-defined]
     return run
 
 
@@ -92,4 +92,26 @@ def flex(data: Data) -> Peer:
     return run
 
 
-PEERS: dict[str, Callable[[Data], Peer]] = {"varlen_attn": varlen_attn, "fa4": fa4, "cudnn_padded": cudnn_padded, "flex": flex}
+def fbgemm_jfa(data: Data) -> Peer:
+    """FBGEMM's Triton jagged flash attention (`fbgemm_gpu.sll`): ``[H, N, D]``, no scale before softmax, 1 / longest after it."""
+    try:
+        from fbgemm_gpu.sll.triton import multi_head_jagged_flash_attention as attend
+    except Exception as error:
+        raise Unavailable(f"{type(error).__name__}: {error}") from None
+    row, t = data.row, data.tensors
+    if row.k is not None or row.causal or row.window or row.broadcast:
+        raise Unavailable("full self-attention only")
+    leaves = tuple(t[name].detach().transpose(0, 1).contiguous().requires_grad_() for name in "qkv")
+    longest = int(data.q_lengths.max())
+
+    def run(*_: Tensor) -> Tensor:
+        return attend(*leaves, t["q_offsets"], longest)
+
+    run.leaves, run.note = leaves, "layout and scales of its own, unchecked"  # type: ignore[attr-defined]
+    return run
+
+
+PEERS: dict[str, Callable[[Data], Peer]] = {
+    "varlen_attn": varlen_attn, "fa4": fa4, "cudnn_padded": cudnn_padded, "flex": flex,
+    "fbgemm_jfa": fbgemm_jfa,
+}  # fmt: skip

@@ -38,9 +38,9 @@ class Row:
 
 
 ROWS = (
-    Row("self-1024-s0.5", (1024, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded")),
-    Row("self-1024-s1", (1024, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
-    Row("self-256-s0.5", (256, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded")),
+    Row("self-1024-s0.5", (1024, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
+    Row("self-1024-s1", (1024, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
+    Row("self-256-s0.5", (256, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
     Row("self-2048-s0.5", (2048, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded")),
     Row("cross-1024x256-s1", (1024, 1.0), (256, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
     Row("cross-1024x32-s0.5", (1024, 0.5), (32, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),

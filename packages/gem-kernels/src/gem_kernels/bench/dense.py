@@ -1,9 +1,4 @@
-"""``python -m gem_kernels.bench dense``: block_attention, norm, norm_linear, linear_norm, mlp and norm_gdpa beside what a user would run.
-
-Examples::
-
-    python -m gem_kernels.bench dense --budget-seconds 500 --out results
-    python -m gem_kernels.bench dense --rows block-64,mlp-128 --tune --out results   # measure every candidate configuration first
+"""The dense rows of ``gemrec bench kernels``: block_attention, norms, mlp and norm_gdpa beside what a user would run.
 
 Columns: ms (median of CUDA-graph replays, variants interleaved), eager_ms (launched from Python), tflops and gbs (of the least arithmetic
 and the least bytes), of_gemm and of_copy (shares of the rates measured in this run), error (largest relative error of results and gradients
@@ -13,12 +8,7 @@ allocates), speedup (over the named peer), target.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import contextlib
-import multiprocessing
-import os
-import shlex
 import statistics
 import time
 from typing import Any
@@ -31,10 +21,10 @@ from gem_core.hookspecs import KernelSpec
 from gem_core.ops.contracts import contracts
 from gem_kernels.bench._dense_rows import ROWS, Case, Named, Row
 from gem_kernels.bench.report import environment, say, write
+from gem_kernels.bench.settings import Settings, compile_ahead
 from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
 from gem_kernels.triton import block, dense
 from gem_kernels.triton.common import tune
-from gem_kernels.triton.common.device import TARGETS
 from gem_kernels.triton.common.launch import compile_only
 
 COLUMNS = [
@@ -45,59 +35,35 @@ WORSE_THAN_TORCH = 1.5
 """An error over this many times that of eager PyTorch in the same dtype is not timed."""
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gem_kernels.bench dense", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rows", default="", help="comma-separated names (default: all): " + ", ".join(r.name for r in ROWS))
-    parser.add_argument("--budget-seconds", type=float, default=500.0, help="start no row after this time")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--no-eager", action="store_true", help="leave out the eager column and the peak memory")
-    parser.add_argument("--tune", action="store_true", help="measure all candidate configurations and use the best; they are in the JSON")
-    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1), help="processes that compile ahead (0: none)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", help="folder of the results (default: $OUT)")
-    args = parser.parse_args(argv)
+def run(settings: Settings) -> None:
+    """Check and time the wanted rows; print them, and write ``dense.json``, ``.md`` and ``.svg``."""
     started = time.monotonic()
-    names = args.rows.split(",") if args.rows else [r.name for r in ROWS]
-    rows = [r for r in ROWS if r.name in names]
+    rows = [r for r in ROWS if not settings.rows or r.name in settings.rows]
+    if not rows:
+        return
     # compiled backward passes are replayed many times, so they must not reuse the memory of what forward saved
     torch._functorch.config.donated_buffer = False
-    compile_ahead(rows, args)
+    compile_ahead([(row.name, pass_, settings.tune) for row in rows for pass_ in ("forward", "backward")], _compile_row, settings.workers)
     say(f"compiled ahead: {time.monotonic() - started:.0f} s")
     limits = ceilings()
     say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s, copy {limits.copy:.2f} TB/s")
-    command = "python -m gem_kernels.bench dense " + shlex.join(argv)
-    data: dict[str, Any] = {"environment": environment(command, gemm_tflops=limits.gemm, copy_tbs=limits.copy), "results": [], "tuned": []}
+    about = environment(settings.command, gemm_tflops=limits.gemm, copy_tbs=limits.copy)
+    data: dict[str, Any] = {"environment": about, "results": [], "tuned": []}
     for row in rows:
-        if time.monotonic() - started > args.budget_seconds:
-            say(f"{row.name}: not run, the budget of {args.budget_seconds:.0f} s is used up")
+        if time.monotonic() - started > settings.budget:
+            say(f"{row.name}: not run, the budget of {settings.budget:.0f} s is used up")
             continue
         try:
-            run_row(row, args, limits, data)
+            run_row(row, settings, limits, data)
         except Exception as error:
             say(f"{row.name}: {type(error).__name__}: {str(error)[:500]}")
-        write(args.out, "dense", data, COLUMNS)
+        write(settings.out, "dense", data, COLUMNS)
         torch._dynamo.reset()
         release()
-    return 0
 
 
-def compile_ahead(rows: list[Row], args: argparse.Namespace) -> None:
-    """Fill Triton's disk cache from several processes, so that the rows do not wait for the compiler one kernel at a time."""
-    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    if not args.workers or target not in TARGETS:
-        return
-    jobs = [(row.name, pass_, target, args.tune) for row in rows for pass_ in ("forward", "backward")]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with concurrent.futures.ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
-        for job, fault in zip(jobs, pool.map(_compile_row, jobs)):
-            if fault:
-                say(f"compiling {job[0]} {job[1]}: {fault}")
-
-
-def _compile_row(job: tuple[str, str, str, bool]) -> str | None:
-    name, pass_, target, everything = job
+def _compile_row(job: tuple[str, str, bool, str]) -> str | None:
+    name, pass_, everything, target = job
     try:
         with compile_only(target, every_candidate=everything):
             case = next(r for r in ROWS if r.name == name).build("cpu")
@@ -110,7 +76,7 @@ def _compile_row(job: tuple[str, str, str, bool]) -> str | None:
     return None
 
 
-def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str, Any]) -> None:
+def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]) -> None:
     """Check and time every variant of a row, print the lines, add them to ``data``."""
     began = time.monotonic()
     case = row.build("cuda")
@@ -125,7 +91,7 @@ def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str
     for pass_, run in runs.items():
         notes: dict[str, dict[str, Any]] = {}
         variants: dict[str, Any] = {}
-        if args.tune:
+        if settings.tune:
             with tune.tuning() as timings:
                 run()
             data["tuned"] += timings
@@ -139,14 +105,14 @@ def run_row(row: Row, args: argparse.Namespace, limits: Ceilings, data: dict[str
         if error > WORSE_THAN_TORCH * yardstick:
             say(f"  {row.name} {pass_}: error {error:.2e} against float64, eager PyTorch {yardstick:.2e}: not timed")
             continue
-        if not args.no_eager:
+        if settings.eager:
             notes["triton"]["peak_mib"] = peak_bytes(run) / 2**20
             notes["triton"]["eager_ms"] = statistics.median(interleaved_ms({"eager": run}, rounds=3, target_ms=15)["eager"])
         variants["triton"] = capture(run)
-        for name, peer in {} if args.no_peers else case.peers.items():
+        for name, peer in case.peers if settings.peers else {}.items():
             with contextlib.suppress(_Skipped):
                 variants[name] = _peer(row, case, name, peer, pass_, _first(douts))
-        times = {n: statistics.median(ms) for n, ms in interleaved_ms(variants, rounds=args.rounds).items()}
+        times = {n: statistics.median(ms) for n, ms in interleaved_ms(variants, rounds=settings.rounds).items()}
         for name, ms in times.items():
             line = _line(row, case, pass_, name, ms, times, limits) | notes.get(name, {})
             data["results"].append(line)

@@ -58,14 +58,44 @@ def _cell(value: Any) -> str:
 
 
 def write(folder: str | None, name: str, data: dict[str, Any], columns: list[str]) -> None:
-    """``NAME.json`` and ``NAME.md`` in ``folder`` (default: ``$OUT``, else nothing is written)."""
-    folder = folder or os.environ.get("OUT")
+    """``NAME.json``, ``NAME.md`` and ``NAME.svg`` in ``folder``; nothing without one."""
     if not folder:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, f"{name}.json").write_text(json.dumps(data, indent=1, default=str))
     head = "\n".join(f"- {k}: {v}" for k, v in data["environment"].items())
     Path(folder, f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{markdown(data['results'], columns)}\n")
+    Path(folder, f"{name}.svg").write_text(plot(data["results"]))
+
+
+_COLORS = ("#1b6ca8", "#d1495b", "#8a8d91", "#edae49", "#4f9d69", "#7b5ea7", "#3a3f44")
+
+
+def plot(results: list[dict[str, Any]]) -> str:
+    """SVG: for every row and pass one bar an implementation, as long as its rate (TFLOP/s, or GB/s where there is no arithmetic)."""
+    names = list(dict.fromkeys(_variant(r) for r in results))
+    shapes, y = [], 30
+    for i, name in enumerate(names):
+        shapes.append(f'<rect x="{10 + 170 * i}" y="8" width="10" height="10" fill="{_COLORS[i % len(_COLORS)]}"/>')
+        shapes.append(f'<text x="{24 + 170 * i}" y="17">{name}</text>')
+    for title in dict.fromkeys((r["row"], r["pass"]) for r in results):
+        bars = [(r, r.get("tflops") or r.get("gbs") or 0.0) for r in results if (r["row"], r["pass"]) == title]
+        longest = max(value for _, value in bars) or 1.0
+        shapes.append(f'<text x="10" y="{y + 12}">{title[0]} {title[1]}</text>')
+        for r, value in bars:
+            color = _COLORS[names.index(_variant(r)) % len(_COLORS)]
+            shapes.append(f'<rect x="260" y="{y}" width="{500 * value / longest:.0f}" height="11" fill="{color}"/>')
+            unit = "TFLOP/s" if r.get("tflops") else "GB/s"
+            shapes.append(f'<text x="{266 + 500 * value / longest:.0f}" y="{y + 10}">{value:.0f} {unit}</text>')
+            y += 13
+        y += 8
+    width = max(900, 20 + 170 * len(names))
+    style = "<style>text{font:11px sans-serif}</style>"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}">{style}{"".join(shapes)}</svg>\n'
+
+
+def _variant(result: dict[str, Any]) -> str:
+    return f"{result['op']} {result['impl']}" if "op" in result else result["impl"]
 
 
 def say(text: str) -> None:

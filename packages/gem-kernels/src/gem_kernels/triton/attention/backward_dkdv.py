@@ -26,7 +26,7 @@ from gem_kernels.triton.attention.tiles import load_rows, store_box, store_rows,
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["batch", "q_len", "rows", "k_rows", "left", "right", "radius", "edges"])
+@triton.jit(do_not_specialize=["batch", "requests", "q_len", "rows", "k_rows", "left", "right", "radius", "edges"])
 def attention_bwd_dkdv_kernel(
     q, k, v, out, dout, lse, delta, dq, dq_box, dk, dv,
     q_offsets, k_offsets, num_targets, context_len, kv_index, order, first,

@@ -18,7 +18,7 @@ from gem_kernels.triton.attention.tiles import load_own, load_rows, zero_slack
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def attention_delta_kernel(
     out, dout, delta,
     stride_on, stride_oh, stride_don, stride_doh, rows: tl.int64, delta_scale,

@@ -89,3 +89,18 @@ def test_what_does_not_fit_is_refused(parallel, model, message, tmp_path):
     config = {**configuration(parallel), "model": {**MODEL, **model} if "name" not in model else model}
     for said in run_processes(2, refused, config, tmp_path):
         assert message in said
+
+
+@pytest.mark.slow
+def test_compiled_layers_under_sharding_and_experts(tmp_path):
+    """The model is compiled layer by layer, so that gathers stay between the layers."""
+    config = configuration({"dense": "fsdp", "expert": 2})
+    sizes = [[(3, 3)], [(5, 2)]]
+    compiled = {**config, "train": {**config["train"], "compile": True}}
+    (found, _) = run_processes(2, train_rank, {"config": compiled, "scenarios": {"s": sizes}}, tmp_path, timeout=400)
+    joined = {"s": [[(sum(parts),) for parts in micro] for micro in sizes]}
+    alone = train_rank(0, 1, {"config": {**config, "parallel": {}}, "scenarios": joined})["s"]
+    for a, b in zip(found["s"]["losses"], alone["losses"], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    for name, tensor in alone["state"].items():
+        assert torch.allclose(found["s"]["state"][name], tensor, rtol=1e-5, atol=1e-5), name

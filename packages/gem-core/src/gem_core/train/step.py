@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gem_core.batch import SparseGroup
 from gem_core.config import Config
 from gem_core.errors import ConfigError
-from gem_core.model.contract import Retrieval
+from gem_core.model.base import RankingModel
 from gem_core.model.loss import task_loss
 from gem_core.model.tables import LocalTables, sparse_group
 from gem_core.train.build import Parts
@@ -67,7 +67,9 @@ class TrainStep:
             else:
                 self.tables = RowwiseAdagrad(parts.tables.table_states(), config.train.tables, runtime)  # type: ignore[attr-defined]
         # the items that a retrieval model scores are drawn in its forward pass
-        self._prefetch = None if isinstance(parts.model, Retrieval) else getattr(parts.tables, "prefetch", None)
+        # Of models with a forward of their own it is not known which ids they will look up.
+        plain = type(parts.model).forward is RankingModel.forward
+        self._prefetch = getattr(parts.tables, "prefetch", None) if plain else None
         self._after_backward = getattr(parts.tables, "after_backward", None) if self.tables is None else None
         self._ahead: tuple[Fed, SparseGroup] | None = None
         self._given: SparseGroup | None = None

@@ -7,6 +7,7 @@ sharded over ``shard`` there; all other parameters are sharded over ``shard x ex
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -69,6 +70,8 @@ def build_hsdp(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
 def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
     if mesh.world == 1:
         return model
+    # Nothing writes into the outputs of a layer, which is what this warns of.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
     device = next(model.parameters()).device
     axes, data = dense_mesh(mesh, device.type), data_mesh(mesh, device.type)
     experts = spread_experts(model, mesh, axes, _DTYPES[config.expert_dtype]) if mesh.expert > 1 else []

@@ -28,6 +28,9 @@ class ParquetConfig(FrozenConfig):
         65_536, gt=0, description="rows shuffled together, at least; made of whole row groups, and memory holds two windows"
     )
     prefetch: int = Field(2, ge=0, description="batches kept ready by background threads; 0: no threads")
+    workers: int = Field(
+        0, ge=0, description="processes that decode, each at most one window ahead; 0: only threads, enough unless text is hashed or sorted"
+    )
     batching: Batching = Field(Fixed(), description="fixed, bbs (balanced), bucket (by length) or tokens (a budget)")
     quarantine: str | None = Field(None, description='folder for the rows that features with policy = "quarantine" refuse')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -102,7 +103,9 @@ class _Numbers:
         numbers, missing = arrow.floats(array)
         numbers = numbers.astype(np.float64) if missing is None else numbers[~missing].astype(np.float64)
         room = max(1, SAMPLED * rows // self._rows)
-        self._kept.append(numbers[np.linspace(0, numbers.size - 1, room).astype(np.int64)] if numbers.size > room else numbers)
+        if numbers.size > room:
+            numbers = numbers[np.linspace(0, numbers.size - 1, room).astype(np.int64)]
+        self._kept.append(np.asarray(numbers, dtype=np.float64))
 
     def edges(self, buckets: int, path: str) -> list[float]:
         numbers = np.concatenate(self._kept)
@@ -128,7 +131,10 @@ def _values(chunk: Chunk, features: Features, decoder: Decoder, path: str) -> pa
 def _unfitted(features: Features, paths: list[str]) -> Features:
     """The features in question, as ones that need no fitted state: any value goes, and gaps are numbers."""
     table = features.model_dump(exclude_unset=True)
-    kept = {key: table[key] for key in ("filter", "timestamp", "timestamp_unit") if key in table} | {"sparse": {}, "sequences": {}}
+    kept: dict[str, Any] = {key: table[key] for key in ("filter", "timestamp", "timestamp_unit") if key in table} | {
+        "sparse": {},
+        "sequences": {},
+    }
     for path in paths:
         kind, name, *rest = path.split(".", 1 if path.startswith("sparse.") else 3)
         if kind == "sparse":

@@ -9,7 +9,6 @@ whatever the number of rows.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -21,31 +20,33 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
 
 from gem_core.batch import Batch
 from gem_core.config.features import Dense, Features, Ids
 from gem_core.errors import ConfigError, DataError
 from gem_core.sources.order import Cursor, Plan, Span
-from gem_data import quarantine
 from gem_data.arrow import Ints
 from gem_data.balance import Balanced, Batching, Fixed, TokenPlan, Tokens
 from gem_data.block import Block, Rows
 from gem_data.columns import Chunk, locate
-from gem_data.decode import Decoder
-from gem_data.files import DataFile, Path, Reader, find_files
-from gem_data.filters import Filter
+from gem_data.files import Path, Reader, find_files
 from gem_data.prefetch import Ahead
+from gem_data.rows import RowReader
 from gem_data.units import Epochs, Unit, Window, holding
+from gem_data.workers import Workers
 
-_log = logging.getLogger(__name__)
 Decoded = tuple[Window, Block, Ints | None]
 """A window, its rows, and their order in the epoch (None: as they are)."""
 _RELEASE_EVERY = 3
 """Windows after which Arrow's allocator gives back what it holds unused."""
 
 
-class ParquetSource:
+class ParquetSource(IterableDataset[Batch]):
     """Implements `gem_core.sources.contract.Source` over Parquet files; ``len()`` is the number of batches of an epoch.
+
+    It can also be the ``dataset`` of a torch ``DataLoader`` or a torchdata ``StatefulDataLoader`` with ``batch_size=None``: each worker of
+    the loader then reads its own part.
 
     :param paths: files, folders, patterns or fsspec URLs; see `files.find_files`.
     :param features: the ``[features]`` table.
@@ -53,6 +54,7 @@ class ParquetSource:
     :param window: rows shuffled together, at least.
     :param filter: row filter beside ``features.filter``; see `filters`.
     :param prefetch: batches kept ready by background threads; 0: everything happens in the caller's thread.
+    :param workers: processes that decode; 0: none. Order, batches and positions do not depend on it.
     :param batching: how samples are cut into batches; see `balance`.
     :param quarantine: folder for rows that a feature with policy = "quarantine" refuses. Positions count them, so batches that lose rows
         are smaller; ``quarantined`` counts the rows so far.
@@ -73,26 +75,26 @@ class ParquetSource:
         window: int = 65_536,
         filter: str | None = None,
         prefetch: int = 2,
+        workers: int = 0,
         quarantine: str | None = None,
         batching: Batching = Fixed(),  # noqa: B008 (frozen)
         root: str = ".",
     ) -> None:
         self.features, self.seed, self.batching = features, seed, batching
-        self.quarantine, self.quarantined = quarantine, 0
-        self._prefetch = prefetch
-        self._decoder = Decoder(features)
+        self._prefetch, self._workers = prefetch, workers
+        self._rows = RowReader(features, [text for text in (features.filter, filter) if text], quarantine)
         self._check_quarantine()
         self.files = find_files(paths, root)
         for file in {(f.schema, tuple(k for k, _ in f.partition)): f for f in reversed(self.files)}.values():
-            self._decoder.check(file)
-        self._filters = [Filter(text) for text in (features.filter, filter) if text]
+            self._rows.decoder.check(file)
         for file in self.files:
-            for name in self._filter_columns:
+            for name in self._rows.filter_columns:
                 locate(file, name)
         self._epochs = Epochs(tuple(self._count()), seed, window if shuffle else None)
         total = sum(unit.rows for unit in self._epochs.units)
         if not total:
             raise self._nothing()
+        self._is_part = False
         self._known_events: dict[tuple[str, int], NDArray[np.int32]] = {}
         self._check_batching(batch_size)
         self._cursor = Cursor(total, batch_size, rank, world_size, drop_last)
@@ -111,14 +113,20 @@ class ParquetSource:
         """All row groups with rows that pass the filters, in the order of the files."""
         return self._epochs.units
 
+    @property
+    def quarantined(self) -> int:
+        """Rows that went to the quarantine so far."""
+        return self._rows.refused
+
     def chunk(self, unit: Unit, reader: Reader) -> Chunk:
         """The undecoded rows of a unit, with all columns that the features read."""
-        return self._chunk(unit, reader, self._decoder.columns)
+        return self._rows.chunk(unit, reader)
 
     def __len__(self) -> int:
         return self._cursor.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
+        self._as_loader_worker()
         epoch, plan, first = self._cursor.begin()
         batches = self._batches(epoch, plan, first)
         ahead = Ahead(lambda: batches, self._prefetch, "gem-data batches") if self._prefetch else None
@@ -143,13 +151,17 @@ class ParquetSource:
                     f"the stored position belongs to another reading: {key} was {state[key]!r}, now it is {now!r}",
                     fix="resume with the files and options of the stored run, or start a new run",
                 )
+        self._as_loader_worker()
         self._cursor.load_state_dict(state)
 
-    # --- what an epoch holds ------------------------------------------------------------------------------------------------------
+    def _as_loader_worker(self) -> None:
+        """In a worker of a torch DataLoader: take this worker's part of the rank's part."""
+        info, cursor = get_worker_info(), self._cursor
+        if info is not None and not self._is_part:
+            self._is_part = True
+            cursor.rank, cursor.world = cursor.rank * info.num_workers + info.id, cursor.world * info.num_workers
 
-    @property
-    def _filter_columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for f in self._filters for name in f.columns))
+    # --- what an epoch holds ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -171,33 +183,25 @@ class ParquetSource:
 
         Statistics in the footer are not asked: pyarrow ends the process over those of a damaged column chunk.
         """
-        if not self._filters:
+        rows_of = self._rows
+        if not rows_of.filters:
             return [Unit(file, i, rows) for file in self.files for i, rows in enumerate(file.rows) if rows]
         reader, units = Reader(), []
         for file in self.files:
-            leaves = [leaf for name in self._filter_columns for leaf in locate(file, name).leaves]
+            leaves = [leaf for name in rows_of.filter_columns for leaf in locate(file, name).leaves]
             for i, rows in enumerate(file.rows):
                 if rows:
-                    kept = pc.sum(self._mask(file, reader.row_group(file, i, leaves), rows)).as_py() or 0
+                    kept = pc.sum(rows_of.mask(file, reader.row_group(file, i, leaves), rows)).as_py() or 0
                     units += [Unit(file, i, kept)] if kept else []
         reader.close()
         return units
-
-    def _mask(self, file: DataFile, table: pa.Table, rows: int) -> pa.Array:
-        chunk = Chunk(file, 0, table, rows)
-        view = pa.table({name: chunk.scalar(name) for name in self._filter_columns})
-        masks = [f.mask(view, file.path) for f in self._filters]
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = pc.and_(mask, other)
-        return mask
 
     def _nothing(self) -> DataError:
         rows = sum(sum(f.rows) for f in self.files)
         where = ", ".join(f.path for f in self.files[:3]) + (", ..." if len(self.files) > 3 else "")
         if not rows:
             return DataError("the files hold no rows", where=where, fix="check the paths and how the files were written")
-        texts = " and ".join(repr(f.text) for f in self._filters)
+        texts = " and ".join(repr(f.text) for f in self._rows.filters)
         return DataError(
             f"none of the {rows} rows passes the filter {texts}", where=where, fix="correct the filter (features.filter, or the split's)"
         )
@@ -209,7 +213,7 @@ class ParquetSource:
         using += [
             n for g in f.sequences.values() for n, field in g.fields.items() if field.kind == "float" and field.policy == "quarantine"
         ]
-        if using and self.quarantine is None:
+        if using and self._rows.quarantine is None:
             raise ConfigError(
                 'policy = "quarantine" needs a folder for the refused rows',
                 where=f"features: {', '.join(using)}",
@@ -249,35 +253,20 @@ class ParquetSource:
                 make.close()
 
     def _decoded(self, windows: list[Window], epoch: int) -> Generator[Decoded, None, None]:
-        reader = Reader()
-        try:
+        if self._workers:
+            workers = Workers(self._rows, self._workers)
+            try:
+                for window, block in workers.windows(windows):
+                    yield window, block, self._epochs.order(epoch, window)
+                    del block
+            finally:
+                workers.close()
+            return
+        with closing(Reader()) as reader:
             for window in windows:
-                block = Block.join([self._decode(unit, reader) for unit in window.units])
+                block = self._rows.window(window, reader)
                 yield window, block, self._epochs.order(epoch, window)
                 del block
-        finally:
-            reader.close()
-
-    def _decode(self, unit: Unit, reader: Reader) -> Block:
-        chunk = self.chunk(unit, reader)
-        block = self._decoder.decode(chunk)
-        if chunk.reasons:
-            assert self.quarantine is not None  # _check_quarantine
-            path = quarantine.write(self.quarantine, chunk, reader)
-            self.quarantined += len(chunk.reasons)
-            _log.warning("%d rows of %s, row group %d, went to %s", len(chunk.reasons), unit.file.path, unit.row_group, path)
-        return block
-
-    def _chunk(self, unit: Unit, reader: Reader, columns: tuple[str, ...]) -> Chunk:
-        """The unit's rows that pass the filters, with ``columns``."""
-        file, group = unit.file, unit.row_group
-        table = reader.row_group(file, group, self._decoder.leaves(file, columns + self._filter_columns))
-        kept = None
-        if self._filters:
-            mask = self._mask(file, table, file.rows[group])
-            kept = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
-            table = table.filter(mask)
-        return Chunk(file, group, table, unit.rows, kept)
 
     def _blocks(self, collect: _Collector, plan: Plan, first: int) -> Iterator[Block]:
         """The rows of each step."""
@@ -300,7 +289,7 @@ class ParquetSource:
 
     def _empty(self) -> Block:
         file = self.files[0]
-        return self._decoder.decode(Chunk(file, 0, file.schema.empty_table(), 0))
+        return self._rows.decoder.decode(Chunk(file, 0, file.schema.empty_table(), 0))
 
     # --- lengths without the rest -----------------------------------------------------------------------------------------------------
 
@@ -337,8 +326,8 @@ class ParquetSource:
         key = unit.file.path, unit.row_group
         if key not in self._known_events:
             with closing(Reader()) as reader:
-                chunk = self._chunk(unit, reader, self._decoder.length_columns)
-            self._known_events[key] = self._decoder.events(chunk).astype(np.int32)
+                chunk = self._rows.chunk(unit, reader, self._rows.decoder.length_columns)
+            self._known_events[key] = self._rows.decoder.events(chunk).astype(np.int32)
         return self._known_events[key]
 
 

@@ -37,6 +37,7 @@ def build_parquet(
         window=config.window,
         filter=config.filter(split),
         prefetch=config.prefetch,
+        workers=config.workers,
         quarantine=config.quarantine,
         batching=config.batching,
         root=config.root,

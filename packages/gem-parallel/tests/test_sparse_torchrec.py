@@ -9,13 +9,15 @@ import torch
 
 pytest.importorskip("torchrec", reason="TorchRec is not installed")
 
+from gem_core.batch import SparseGroup
 from gem_core.config.schema import TableOptimizer
 from gem_core.errors import ConfigError, DeviceError
 from gem_core.testing.strategies import StrategyConformance, run_processes
 from gem_core.train.mesh import Mesh
 from gem_parallel.sparse import specs
 from gem_parallel.sparse.config import Torchrec2dConfig, TorchrecConfig
-from gem_parallel.sparse.simulate import Simulator, groups_of, joined, look_up, run_ranks, toy_loss, toy_tables
+from gem_parallel.sparse.simulate import Simulator, groups_of, joined, look_up, random_group, run_ranks, toy_loss, toy_tables
+from gem_parallel.sparse.torchrec_tables import select
 
 TABLES = toy_tables()
 BUILD = {s.name: s.build for s in specs()}
@@ -137,6 +139,26 @@ def test_equals_unsharded_training(two, name):
     for table, weight in simulator.weights[0].items():
         torch.testing.assert_close(last[f"{table}.weight"], weight, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(last[f"{table}.accumulator"], simulator.states[0][table], rtol=2e-5, atol=2e-5)
+
+
+def test_a_group_becomes_a_keyed_jagged_tensor_and_back_without_a_copy():
+    group = random_group(TABLES, 4, 1, weighted=True)
+    there = group.to_kjt()
+    assert there.keys() == list(group.keys)
+    back = SparseGroup.from_kjt(there)
+    for tensors in (
+        (group.values, there.values(), back.values),
+        (group.lengths, there.lengths(), back.lengths),
+        (group.weights, there.weights(), back.weights),
+    ):
+        assert len({t.data_ptr() for t in tensors}) == 1
+    for key in group.keys:
+        assert torch.equal(there[key].values(), group[key].values)
+        assert torch.equal(back[key].values, group[key].values)
+    part = select(group, list(group.keys[1:3]))
+    assert part.values.data_ptr() == group[group.keys[1]].values.data_ptr()
+    swapped = select(group, [group.keys[2], group.keys[0]])
+    assert torch.equal(swapped[group.keys[0]].values, group[group.keys[0]].values)
 
 
 def test_replicas_are_refused_by_one_dimension():

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ class Bench:
                 module.sync()  # type: ignore[operator]
             if i:
                 return out.detach()
-            columns = dict(zip(module.module.order, out.detach().split(self.args.dim, 1)))  # type: ignore[union-attr, arg-type]
+            order: Any = module.module
+            columns = dict(zip(order.order, out.detach().split(self.args.dim, 1)))  # type: ignore[no-untyped-call]
             return torch.cat([columns[k.key] for k in self.tables.lookups], 1)
 
         return module, step
@@ -248,7 +250,7 @@ def check_simulators(bench: Bench) -> list[dict[str, Any]]:
                     "samples": [[4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1)], "optimizer": {"lr": 0.1, "eps": 1e-3},
                     "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row"},
                 }  # fmt: skip
-                task["samples"] = [s[:world] for s in task["samples"]]  # type: ignore[attr-defined]
+                task["samples"] = [s[:world] for s in task["samples"]]
                 ranks: list[Any] = [None] * world
                 dist.all_gather_object(ranks, run_rank(bench.rank, world, task, device))
                 error = _against_simulator(ranks, task, world, schedule if exchange == "whole" else "mean")
@@ -307,7 +309,7 @@ class Tower(nn.Module):
 def without_exchange() -> Iterator[None]:
     """Gathers and reduce-scatters do nothing: only for timing."""
     kept = Lane.all_gather, Lane.reduce_mean
-    Lane.all_gather = Lane.reduce_mean = lambda self, out, data: None  # type: ignore[method-assign, assignment]
+    Lane.all_gather = Lane.reduce_mean = lambda self, out, data: None  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -374,13 +376,13 @@ def main() -> None:
     data: dict[str, Any] = {"environment": {}, "correctness": check_simulators(bench), "steps": [], "overlap": [], "failed": []}
     builds: dict[str, Callable[[], Any]] = {}
     if bench.cuda and not args.skip_peers:
-        builds |= {name: (lambda name=name: bench.peer_step(name)) for name in PEERS}
+        builds |= {name: partial(bench.peer_step, name) for name in PEERS}
     for name, options in GEM.items():
         if wrong(data["correctness"], options):
             data["failed"].append({"strategy": name, "error": "wrong on small tables, not timed"})
             continue
-        builds[name] = lambda options=options: bench.gem_step(options, False)
-        builds[f"{name}, ids ahead"] = lambda options=options: bench.gem_step(options, True)
+        builds[name] = partial(bench.gem_step, options, False)
+        builds[f"{name}, ids ahead"] = partial(bench.gem_step, options, True)
     found: dict[str, list[dict[str, Any]]] = {}
     for round_ in range(args.rounds):
         for name in list(builds) if round_ % 2 == 0 else list(reversed(builds)):
@@ -407,15 +409,15 @@ def main() -> None:
 
 def summary(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Medians over the rounds, and ratios to TorchRec's fully sharded strategy."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, measured in found.items():
-        row = {k: statistics.median(m[k] for m in measured) if k != "strategy" else name for k in measured[0]}
+        row: dict[str, Any] = {k: statistics.median(m[k] for m in measured) if k != "strategy" else name for k in measured[0]}
         row["rounds ms"] = " ".join(f"{m['ms']:.2f}" for m in measured)
         rows.append(row)
     base = next((r for r in rows if r["strategy"] == "TorchRec FULLY_SHARDED"), None)
-    for row in rows if base else ():
-        row["time / FULLY_SHARDED"] = row["ms"] / base["ms"]
-        row["peak / FULLY_SHARDED"] = row["peak GiB"] / base["peak GiB"]
+    for row in rows if base is not None else ():
+        row["time / FULLY_SHARDED"] = row["ms"] / base["ms"]  # type: ignore[index]
+        row["peak / FULLY_SHARDED"] = row["peak GiB"] / base["peak GiB"]  # type: ignore[index]
     return rows
 
 

@@ -24,7 +24,7 @@ def environment(**more: Any) -> dict[str, Any]:
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
         "fbgemm": _version("fbgemm_gpu"),
         "torchrec": _version("torchrec"),
         "python": platform.python_version(),

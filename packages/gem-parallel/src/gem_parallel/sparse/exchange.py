@@ -97,7 +97,7 @@ class Routes:
         self.cut = any(len(layout.pieces[k.table]) > 1 for k in self.lookups)
         self.cut_pooled = any(len(layout.pieces[k.table]) > 1 for k in self.lookups if k.pooling != "none")
         self.key_order = [s.key for s in self.segments]
-        self._by_place = {(m, u): [] for m, units in enumerate(layout.units) for u in range(len(units))}
+        self._by_place: dict[tuple[int, int], list[int]] = {(m, u): [] for m, units in enumerate(layout.units) for u in range(len(units))}
         for i, s in enumerate(self.segments):
             self._by_place[s.owner, s.unit].append(i)
         self._constants()

@@ -104,7 +104,7 @@ class Simulator:
             copy = rank % self.replicas % len(self.weights)
             leaves = {n: w.clone().requires_grad_() for n, w in self.weights[copy].items()}
             found = look_up(self.tables, leaves, group)
-            toy_loss(found, seed).backward()
+            toy_loss(found, seed).backward()  # type: ignore[no-untyped-call]
             for n, leaf in leaves.items():
                 grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 sums[copy][n] = sums[copy].get(n, torch.zeros_like(leaf)) + grad
@@ -165,7 +165,7 @@ def run_rank(rank: int, world: int, task: Mapping[str, Any], device: str = "cpu"
         if task.get("prefetch") and step + 1 < len(batches):
             module.prefetch(batches[step + 1])
         steps.append([(v[0] if isinstance(v, tuple) else v).detach().cpu().clone() for v in results.values()])
-        toy_loss(results, 7 * step + rank).backward()
+        toy_loss(results, 7 * step + rank).backward()  # type: ignore[no-untyped-call]
         if hasattr(module, "after_backward"):
             module.after_backward(torch.ones((), dtype=torch.bool, device=device))
         memory.append(getattr(module, "copy_bytes", 0))
@@ -179,7 +179,7 @@ def run_rank(rank: int, world: int, task: Mapping[str, Any], device: str = "cpu"
 
 def build(rank: int, world: int, task: Mapping[str, Any], device: str) -> Any:
     """The strategy of a scenario on the toy tables."""
-    spec = next(s for s in specs() if s.name == task["strategy"])
+    spec: Any = next(s for s in specs() if s.name == task["strategy"])
     mesh = Mesh(world, model=task["model"], replica=-1, rank=rank)
     torch.manual_seed(task.get("seed", 3))
     with torch.device(device):

@@ -306,8 +306,7 @@ class TorchrecTables(nn.Module):
     def _result(self, lookup: Lookup, out: Any, part: SparseGroup, samples: int, *, bags: bool) -> Tensor | tuple[Tensor, Tensor]:
         lengths = part.jagged(lookup.key, part.values).lengths
         weights = None if part.weights is None else part.jagged(lookup.key, part.weights).values.float()
-        rows = out[lookup.key] if bags else out[lookup.key].values()
-        rows = rows.float()
+        rows: Tensor = (out[lookup.key] if bags else out[lookup.key].values()).float()
         if bags:
             pooled = rows[:samples]
         else:

@@ -143,14 +143,17 @@ class Tables2d(nn.Module):
                 first, last = piece.rows_of(self.axes.replica_rank)
                 rows = unit.weight[piece.base : piece.base + last - first]
                 rows.copy_(rounded(whole[first:last], rows.dtype, generator))
-        for unit in (*self.whole_units, *self.touched_units):
+        for unit in self._units():
             unit.accumulator.zero_()
 
     def _held(self, table: str) -> Iterator[Any]:
-        units: list[Any] = self.whole_units or self.touched_units
+        units = self._units()
         for piece in self.layout.pieces[table]:
             if piece.owner == self.axes.model_rank:
                 yield piece, units[piece.unit]
+
+    def _units(self) -> list[Any]:
+        return [*self.whole_units, *self.touched_units]
 
     def state_items(self) -> Iterator[tuple[str, Shards]]:
         """Rows stored here, averaged over the replicas first where copies are out under the schedule "torchrec"."""
@@ -189,7 +192,7 @@ class Tables2d(nn.Module):
         """Learning rate, eps and initial accumulators of row-wise AdaGrad."""
         self.options.lr, self.options.eps = config.lr, config.eps
         if config.initial_accumulator:
-            for unit in (*self.whole_units, *self.touched_units):
+            for unit in self._units():
                 unit.accumulator.fill_(config.initial_accumulator)
 
     def set_learning_rate(self, lr: float) -> None:

@@ -72,7 +72,7 @@ def synth(
 
 
 def convert(
-    form: Annotated[str, typer.Argument(help="What the data is: movielens, criteo, avazu or open-bandit.", show_default=False)],
+    form: Annotated[str, typer.Argument(help="What the data is: movielens, criteo, avazu, open-bandit or sequences.", show_default=False)],
     path: Annotated[Path, typer.Argument(help="Folder (or file) of the data as distributed.", show_default=False)],
     out: Out,
     positions: Annotated[int, typer.Option(min=1, help="Training samples a user, where the data is one sequence a user.")] = 10,
@@ -81,22 +81,34 @@ def convert(
     bad_lines: Annotated[
         str, typer.Option(help="error, or quarantine: count lines of a log that cannot be used, and keep them in bad_lines.tsv.")
     ] = "error",
+    valid: Annotated[str, typer.Option(help="Sequences: whose second-last item is held out: all, none, or a number of users.")] = "all",
+    min_length: Annotated[int, typer.Option(min=2, help="Sequences: users with fewer items are left out.")] = 3,
+    attributes: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Sequences: attributes of items (.json, Parquet) or users (Parquet).")
+    ] = None,
 ) -> None:
     """Convert public data to Parquet with a configuration that trains on it. Converting again gives the same bytes.
 
     Example: gemrec data convert movielens ml-1m --out converted
     Example: gemrec data convert criteo kaggle/train.txt.gz --out criteo
+    Example: gemrec data convert sequences Beauty.txt --attributes Beauty_item2attributes.json --out beauty
     """
     from gem_core.errors import ConfigError
-    from gem_data import avazu, criteo, movielens, open_bandit
+    from gem_data import avazu, criteo, movielens, open_bandit, sequences
 
     logs = {"criteo": criteo, "avazu": avazu, "open-bandit": open_bandit}
     if form == "movielens":
         made = movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed)
     elif form in logs:
         made = logs[form].convert(path, out, bad_lines=bad_lines)
+    elif form == "sequences":
+        found = sequences.convert(path, out, valid=valid, seed=seed, min_length=min_length, attributes=tuple(attributes or ()))
+        made = found.rows
+        print(f"{found.users:,} users, {found.items:,} items; {found.short:,} users with fewer than {min_length} items were left out")
+        if found.padding:
+            print(f"item 0 stands at the front of sequences only: {found.padding:,} were dropped as padding")
     else:
-        known = ", ".join(("movielens", *logs))
+        known = ", ".join(("movielens", *logs, "sequences"))
         raise ConfigError(f"there is no converter for {form!r}", where="FORM", fix=f"use {known}; for other data see gemrec data inspect")
     for name, rows in made.items():
         print(f"{out / name}.parquet: {rows:,} rows")

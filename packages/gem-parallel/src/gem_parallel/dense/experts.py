@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from gem_core.errors import ConfigError
@@ -70,7 +71,7 @@ class AgreedRows:
         self.group = group
         self.count = 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # torch.compiler.disable would import the compiler, and triton with it, along with this module
     def agree(self, _module: nn.Module, inputs: Any) -> None:
         """A forward pre-hook of a module that is called on a batch. A host exchange: no device waits for it."""
         most = torch.tensor([max(1, inputs[0].size)])
@@ -84,7 +85,7 @@ class SpreadExperts:
     def __init__(self, own: Sequence[nn.Module], group: dist.ProcessGroup, rows: AgreedRows, dtype: torch.dtype | None) -> None:
         self.own, self.group, self.rows, self.dtype = tuple(own), group, rows, dtype
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def __call__(self, x: Tensor) -> Tensor:
         count, missing = x.shape[0], self.rows.count - x.shape[0]
         # Rows of zeros make sizes equal; their outputs are cut off again, so that their gradient is zero.

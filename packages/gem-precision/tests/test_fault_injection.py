@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gem_precision
-import gem_precision.linear as linear_module
+import gem_precision.linear_op as linear_module
 from gem_precision.guard import GuardConfig, NumericsGuard
 from gem_precision.recipe import RecipeConfig
 

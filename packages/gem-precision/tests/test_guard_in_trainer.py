@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-import gem_precision.linear as linear_module
+import gem_precision.linear_op as linear_module
 from gem_core.config import load_config, resolve
 from gem_core.train import quickstart_path, train
 from gem_core.train.build import build_parts
@@ -23,7 +23,7 @@ OPTIONS = {
     "train.steps": 16,
     "train.checkpoint_every": 8,
     "data.batch_size": 64,
-    "data.eval_batch_size": 128,
+    "data.eval_batch_size": 100,
     "data.synthetic.eval_rows": 256,
     "run.threads": 1,
     "eval.every": 100,
@@ -31,6 +31,7 @@ OPTIONS = {
     "precision.recipe": "mxfp8",
     "precision.mxfp8.guard.drift_every": 4,
     "precision.mxfp8.guard.drift_rows": 200,
+    "precision.mxfp8.guard.max_drift": 0.006,
     "precision.mxfp8.guard.sample_every": 1000,
     "precision.mxfp8.guard.on_spike": "sample",
 }
@@ -70,7 +71,7 @@ def test_a_sound_run_does_not_drift(tmp_path):
     assert decisions(tmp_path / "run") == []
     assert set(guard_state(tmp_path / "run")["levels"].values()) == {0}
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 0 < abs(last["guard_drift"]) < 0.002
+    assert 0 < abs(last["guard_drift"]) < 0.006
 
 
 def test_drift_demotes_the_site_and_the_decision_outlives_the_process(tmp_path, damaged):
@@ -79,7 +80,7 @@ def test_drift_demotes_the_site_and_the_decision_outlives_the_process(tmp_path, 
     (found,) = decisions(folder)
     assert (found["site"], found["before"], found["after"], found["reason"]) == (SITE, "mxfp8", "bf16", "NE drift")
     assert found["step"] in (4, 8)
-    assert found["evidence"]["ne"] > 1.002 * found["evidence"]["shadow_ne"]
+    assert found["evidence"]["ne"] > 1.006 * found["evidence"]["shadow_ne"]
     state = guard_state(folder)
     assert state["levels"][SITE] == len(linear_levels("mxfp8", mx_linear())) - 1
     assert [d["site"] for d in state["decisions"]] == [SITE]
@@ -95,7 +96,7 @@ def test_drift_demotes_the_site_and_the_decision_outlives_the_process(tmp_path, 
     assert guard_state(folder)["levels"] == state["levels"]
 
 
-def test_held_out_slice_is_the_same_at_every_call(tmp_path):
+def test_held_out_slice_is_the_same_at_every_call():
     """And it holds whole batches of at least as many rows as asked for."""
     resolved = resolve(config())
     with runtime(resolved.config) as rt:
@@ -105,5 +106,5 @@ def test_held_out_slice_is_the_same_at_every_call(tmp_path):
         first = held(200)
         assert first == held(200)
         assert parts.model.training
-        assert sum(b.size for b in held._kept[200].batches) == 256
+        assert sum(b.size for b in held._kept[200].batches) == 200
         assert math.isfinite(first)

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gem_core.errors import ConfigError, OpError
+from gem_precision import linear_op
 from gem_precision.formats import quantize_fp8, quantize_mx
 from gem_precision.gemm import gemm, quantise, supports, with_spare_rows
 from gem_precision.linear import GroupedLinear, convert_linear, grouped_linear, low_precision_linear, restore_linear
@@ -122,22 +124,70 @@ def test_autocast_and_extra_dims():
     assert linear(torch.zeros(0, 64)).shape == (0, 32)
 
 
-def test_under_torch_compile():
-    """The linear stays out of the graph, with the same numbers; a demotion takes effect without recompiling by hand."""
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-rht32", "fp8-block", "mxfp8-wgrad-bf16"])
+def test_compiled_whole(name, autocast):
+    """One graph without breaks, the same numbers; a demotion takes effect; samples are taken without compiling anew."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
-    site = Site("0", "linear", linear_levels("mxfp8", mx_linear()))
-    convert_linear(net[0], site)
-    x = torch.randn(8, 64)
-    compiled = torch.compile(net, backend="aot_eager")
-    for level in (0, 2):
+    sites = [Site(str(i), "linear", linear_levels(name, POLICIES[name])) for i in (0, 2)]
+    convert_linear(net[0], sites[0])
+    convert_linear(net[2], sites[1])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=backend)
+
+    def gradients(model, rows):
+        net.zero_grad()
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x)
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+    for level in (0, len(sites[0].levels) - 1):
+        for site in sites:
+            site.move(level)
+        for rows, sampling in ((40, False), (70, False), (40, True)):
+            for site in sites:
+                site.sampling = sampling
+                site.samples.clear()
+            found = gradients(compiled, rows)
+            seen = [set(site.samples) for site in sites]
+            for site in sites:
+                site.samples.clear()
+            for a, b in zip(found, gradients(net, rows)):
+                torch.testing.assert_close(a, b)
+            assert seen == [set(site.samples) for site in sites]
+            assert all(seen) == sampling
+        assert len(graphs) <= 2 * (1 + (level > 0))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("wants_dw", [True, False])
+def test_ops_keep_their_promises(name, wants_dw):
+    """Fake shapes and strides are the real ones, at each level."""
+    site = Site("s", "linear", linear_levels(name, POLICIES[name]))
+    for level in range(len(site.levels)):
         site.move(level)
-        net.zero_grad()
-        compiled(x).square().sum().backward()
-        found = net[0].weight.grad.clone()
-        net.zero_grad()
-        net(x).square().sum().backward()
-        torch.testing.assert_close(found, net[0].weight.grad)
+        x, w = torch.randn(45, 70, requires_grad=True), torch.randn(40, 70, requires_grad=wants_dw)
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(linear_op.linear, (x, w, site.key, torch.float32, "", 0.0, wants_dw, True), test_utils=tests)
+        y, data, scales, stats = linear_op.linear(x, w, site.key, torch.float32, "", 0.0, wants_dw, True)
+        with FakeTensorMode() as mode:
+            fakes = linear_op.linear(mode.from_tensor(x), mode.from_tensor(w), site.key, torch.float32, "", 0.0, wants_dw, True)
+        for real, fake in zip((y, data, scales, stats), fakes):
+            assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+        saved = x.detach() if wants_dw and site.policy.wgrad.b is None else None
+        told = (site.key, torch.float32, "", 0.0, True, wants_dw)
+        torch.library.opcheck(
+            linear_op.linear_backward, (torch.randn(45, 40), w.detach(), saved, data, scales, stats, *told), test_utils=tests[:2]
+        )
 
 
 def test_conversion_is_in_place_and_reversible():

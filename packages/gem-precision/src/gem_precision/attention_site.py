@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from gem_precision.site import Site
@@ -28,7 +29,7 @@ def watch_attention(module: nn.Module, site: Site) -> None:
     tokens: list[Any] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        site.enter(module.training)
+        site.enter(module.training and torch.is_grad_enabled())
         tokens.append(current.set(site if site.live else None))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:

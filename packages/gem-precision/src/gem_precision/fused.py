@@ -17,26 +17,29 @@ from gem_precision.policy import LinearPolicy, Operand
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-def can_fuse(x: Tensor, before: tuple[str, Any], policy: LinearPolicy) -> bool:
-    """Whether one pass can make every quantised form of x that the linear needs."""
+def can_fuse(x: Tensor, before: str, policy: LinearPolicy) -> bool:
+    """Whether one pass can make every quantised form of ``x [..., K]`` that the linear needs; ``before``: "rms", "layer" or "act:NAME"."""
+    if not kernels.usable(x.reshape(-1, x.shape[-1])):
+        return False
     a, b = policy.fprop.a, policy.wgrad.b
-    if a is None or b is None or policy.fprop.hadamard or policy.wgrad.hadamard or not kernels.usable(x):
+    if a is None or b is None or policy.fprop.hadamard or policy.wgrad.hadamard:
         return False
     if not takes(a) or (a.format, a.elem, a.scale_rule, a.block) != (b.format, b.elem, b.scale_rule, b.block) or a.block[0] != 1:
         return False
-    return before[0] != "act" or before[1] in ACTIVATIONS
+    return not before.startswith("act:") or before.removeprefix("act:") in ACTIVATIONS
 
 
 def fused_operands(
-    x: Tensor, before: tuple[str, Any], rows: Operand | None, columns: Operand | None, dtype: torch.dtype, generator: torch.Generator | None
-) -> tuple[Quantised | None, Quantised | None, Tensor | None]:
-    """(operand of fprop, operand of wgrad, statistics of the norm)."""
+    x: Tensor, before: tuple[str, Any], rows: Operand | None, columns: Operand | None, dtype: torch.dtype,
+    generator: torch.Generator | None, write: bool,
+) -> tuple[Quantised | None, Quantised | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(operand of fprop, operand of wgrad, statistics of the norm, what was quantised if ``write``)."""
     kind, what = before
     if kind == "act":
-        done = quantize_matrix(x, rows, columns, act=what, dtype=dtype, generator=generator, pad=PAD)
+        done = quantize_matrix(x, rows, columns, act=what, dtype=dtype, write_y=write, generator=generator, pad=PAD)
     else:
-        done = norm_quantize(x, rows, columns, kind=kind, eps=what, dtype=dtype, write_y=False, generator=generator, pad=PAD)
-    return done.rows, done.columns, done.stats
+        done = norm_quantize(x, rows, columns, kind=kind, eps=what, dtype=dtype, write_y=write, generator=generator, pad=PAD)
+    return done.rows, done.columns, done.stats, done.y
 
 
 def through(before: tuple[str, Any], saved: Sequence[Tensor], g: Tensor) -> Tensor:

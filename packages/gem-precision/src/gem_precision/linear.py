@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.errors import OpError
+from gem_precision import kernels, linear_op
 from gem_precision.formats.jagged import padded_rows
-from gem_precision.fused import ACTIVATIONS, can_fuse, fused_operands, through
-from gem_precision.gemm import PAD, Quantised, gemm, high_precision_gemm, quantise, quantise_both
-from gem_precision.policy import Gemm, LinearPolicy, Operand
+from gem_precision.fused import ACTIVATIONS, can_fuse
+from gem_precision.gemm import Quantised, quantise
+from gem_precision.policy import Gemm, LinearPolicy
 from gem_precision.site import Site
 
 
@@ -23,138 +23,21 @@ def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> 
     Weights are quantised from the dtype they are kept in, never by way of bf16. Saved for backward: w, and x quantised along M (8 bits) or,
     where wgrad is in bf16, x itself.
     """
-    site.enter()
-    return eager()(x, w, b, site)
+    return _linear(x, w, b, site)
 
 
-_eager: Callable[..., Tensor] | None = None
-
-
-def eager() -> Callable[..., Tensor]:
-    """The computation, kept out of compiled graphs. Made at first use, since the decorator imports the compiler and that imports triton."""
-    global _eager
-    if _eager is None:
-        _eager = torch.compiler.disable(_linear)
-    return _eager
-
-
-def _linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: tuple[str, Any] | None = None) -> Tensor:
+def _linear(
+    x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: str = "", eps: float = 0.0, training: bool = True
+) -> Tensor:  # fmt: skip
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    with torch.autocast(device, enabled=False):
-        rows = x.reshape(-1, x.shape[-1])
-        y: Tensor = _Linear.apply(rows if before else rows.to(dtype), w, site, dtype, before)  # type: ignore[no-untyped-call]
-        if b is not None:
-            y = y + b.to(dtype)
+    grad = torch.is_grad_enabled()
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if before else rows.to(dtype)
+    y = linear_op.linear(rows, w, site.key, dtype, before, eps, grad and w.requires_grad, grad and training)[0]
+    if b is not None:
+        y = y + b.to(dtype)
     return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
-
-
-class _Operands:
-    """Quantises the tensors of one call and reports them to the site. Operands behind a Hadamard transform are not measured: what they
-    should be compared with is not at hand."""
-
-    def __init__(self, policy: LinearPolicy, site: Site) -> None:
-        self.policy, self.site = policy, site
-        self.options: dict[str, Any] = {"hadamard_seed": policy.hadamard_seed, "generator": site.generator}
-
-    def one(self, name: str, x: Tensor, how: Gemm, operand: Operand, *, along: int = 1) -> Quantised:
-        pad = PAD if name.startswith("wgrad") else 1
-        q = quantise(x, operand, along=along, hadamard=how.hadamard, pad=pad, **self.options)
-        if how.hadamard is None:
-            self.site.record(name, x if along == 1 else x.t(), q)
-        return q
-
-    def both(
-        self, names: tuple[str, str], x: Tensor, rows: Gemm, row: Operand, columns: Gemm, column: Operand
-    ) -> tuple[Quantised, Quantised]:
-        first, second = quantise_both(x, rows, row, columns, column, **self.options)
-        if rows.hadamard is None:
-            self.site.record(names[0], x, first)
-        if columns.hadamard is None:
-            self.site.record(names[1], x.t(), second)
-        return first, second
-
-    def probe(self, gemm_name: str, operand: str, x: Tensor, *, along: int = 1) -> None:
-        """While a demoted site is measured: what its recipe would do to ``x`` now."""
-        if self.site.live and self.site.level:
-            how: Gemm = getattr(self.site.levels[0][1], gemm_name)
-            chosen = how.a if operand == "dy" or (operand, gemm_name) == ("x", "fprop") else how.b
-            if chosen is not None:
-                self.one(f"{gemm_name}.{operand}", x, how, chosen, along=along)
-
-
-class _Linear(torch.autograd.Function):
-    """``before``: ("rms" | "layer", eps) or ("act", name): what is applied to x first, in the pass that quantises it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, site: Site, dtype: torch.dtype, before: tuple[str, Any] | None) -> Tensor:
-        policy: LinearPolicy = site.policy
-        fprop, wgrad = policy.fprop, policy.wgrad
-        operands = _Operands(policy, site)
-        keeps = ctx.needs_input_grad[1] and wgrad.b is not None
-        stats = qx = saved_x = None
-        raw = x
-        if before is not None:
-            qx, saved_x, stats = fused_operands(x, before, fprop.a, wgrad.b if keeps else None, dtype, site.generator)
-        elif fprop.a is not None and keeps:
-            qx, saved_x = operands.both(("fprop.x", "wgrad.x"), x, fprop, fprop.a, wgrad, wgrad.b)
-        elif fprop.a is not None:
-            qx = operands.one("fprop.x", x, fprop, fprop.a)
-        elif keeps:
-            saved_x = operands.one("wgrad.x", x, wgrad, wgrad.b, along=0)
-        if fprop.a is None:
-            operands.probe("fprop", "x", x)
-            operands.probe("fprop", "w", w)
-        if ctx.needs_input_grad[1] and wgrad.b is None:
-            operands.probe("wgrad", "x", x, along=0)
-        if qx is None:
-            y = high_precision_gemm(x, w, dtype)
-        else:
-            y = gemm(qx, operands.one("fprop.w", w, fprop, fprop.b), dtype, policy.backend)
-        ctx.operands, ctx.before, ctx.x_dtype, ctx.saved_x = operands, before, dtype, None
-        saved = [w]
-        if saved_x is not None:
-            ctx.saved_x = (type(saved_x), saved_x.elem, saved_x.block)
-            saved += [saved_x.data, saved_x.scales]
-        elif ctx.needs_input_grad[1]:
-            saved.append(x)
-        if before is not None:
-            saved += [raw] if stats is None else [raw, stats]
-        ctx.save_for_backward(*saved)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        operands: _Operands = ctx.operands
-        policy = operands.policy
-        dgrad, wgrad = policy.dgrad, policy.wgrad
-        w, *rest = ctx.saved_tensors
-        operands.site.record("dy", g, None)
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        low_dx, low_dw = wants_dx and dgrad.a is not None, wants_dw and ctx.saved_x is not None
-        row = column = dx = dw = None
-        if low_dx and low_dw:
-            row, column = operands.both(("dgrad.dy", "wgrad.dy"), g, dgrad, dgrad.a, wgrad, wgrad.a)
-        elif low_dx:
-            row = operands.one("dgrad.dy", g, dgrad, dgrad.a)
-        elif low_dw:
-            column = operands.one("wgrad.dy", g, wgrad, wgrad.a, along=0)
-        if wants_dx and dgrad.a is None:
-            operands.probe("dgrad", "dy", g)
-        if wants_dw and ctx.saved_x is None:
-            operands.probe("wgrad", "dy", g, along=0)
-        if row is not None:
-            dx = gemm(row, operands.one("dgrad.w", w, dgrad, dgrad.b, along=0), ctx.x_dtype, policy.backend)
-        elif wants_dx:
-            dx = high_precision_gemm(g, w.t(), ctx.x_dtype)
-        if column is not None:
-            family, elem, block = ctx.saved_x
-            dw = gemm(column, family(rest[0], rest[1], elem, block), w.dtype, policy.backend)
-        elif wants_dw:
-            dw = high_precision_gemm(g.t(), rest[0].t(), w.dtype)
-        if dx is not None and ctx.before is not None:
-            dx = through(ctx.before, rest[2:], dx)
-        return dx, dw, None, None, None
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -164,23 +47,19 @@ class LowPrecisionLinear(nn.Linear):
     site: Site
 
     def forward(self, x: Tensor) -> Tensor:
-        self.site.enter(self.training)
-        return (_eager or eager())(x, self.weight, self.bias, self.site)
+        return _linear(x, self.weight, self.bias, self.site, training=self.training)
 
     def after_norm(self, x: Tensor, kind: str, eps: float) -> Tensor:
         """``self(ops.norm(x, kind=kind, eps=eps))``, with the norm and the quantising of its result in one pass where the kernels can."""
-        return self._after(x, (kind, eps), lambda: ops.norm(x, kind=kind, eps=eps))
+        if not can_fuse(x, kind, self.site.policy):
+            return self(ops.norm(x, kind=kind, eps=eps))
+        return _linear(x, self.weight, self.bias, self.site, kind, eps, training=self.training)
 
     def after_activation(self, x: Tensor, name: str) -> Tensor:
         """``self(act(x))`` for relu, gelu (erf) or silu, likewise in one pass."""
-        return self._after(x, ("act", name), lambda: ACTIVATIONS[name](x))
-
-    def _after(self, x: Tensor, before: tuple[str, Any], unfused: Callable[[], Tensor]) -> Tensor:
-        self.site.enter(self.training)
-        # a sample compares operands with what they came from, which the fused pass never writes
-        if self.site.live or not can_fuse(x.reshape(-1, x.shape[-1]), before, self.site.policy):
-            return self(unfused())
-        return (_eager or eager())(x, self.weight, self.bias, self.site, before)
+        if not can_fuse(x, f"act:{name}", self.site.policy):
+            return self(ACTIVATIONS[name](x))
+        return _linear(x, self.weight, self.bias, self.site, f"act:{name}", training=self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.site.precision}"
@@ -193,7 +72,7 @@ def convert_linear(linear: nn.Linear, site: Site) -> LowPrecisionLinear:
     """
     if type(linear) is not nn.Linear:
         raise OpError(f"{site.name} is a {type(linear).__name__}, not a torch.nn.Linear", where=site.name, fix="leave it out of the recipe")
-    eager()
+    kernels.triton_installed()
     linear.__class__ = LowPrecisionLinear
     linear.site = site  # type: ignore[assignment]
     return linear  # type: ignore[return-value]
@@ -215,7 +94,7 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, b: Tensor | None = Non
         anew at every group.
     :raises OpError: a policy that is neither MX nor bf16.
     """
-    site.enter()
+    site.enter(torch.is_grad_enabled())
     policy: LinearPolicy = site.policy
     for how in (policy.fprop, policy.dgrad, policy.wgrad):
         if how.a is not None and how.a.format != "mx":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +25,22 @@ WINDOW_ROWS, WINDOW_COLUMNS = 128, 2048
 """A sample looks at a window of this size, at another place each time; multiples of every block."""
 
 
+_numbers = itertools.count()
+_sites: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+"""Sites by number: ops take no objects, so they are told a `Site.key`."""
+
+
+def site_of(key: str) -> tuple[Site, Any]:
+    """The site of a `Site.key`, and the policy of the level in it."""
+    number, level = key.split("/")
+    site = _sites[int(number)]
+    return site, site.levels[int(level)][1]
+
+
 @dataclass
 class Site:
     """``levels``: (name, policy), from the recipe's precision to the safest; ``level`` is the one in force. ``changed`` is called with the
-    new policy. ``live`` is whether the forward now running is being measured."""
+    new policy. ``live`` is whether the forward now running is being measured. ``key`` names site and level to an op."""
 
     name: str
     kind: str
@@ -39,6 +53,13 @@ class Site:
     samples: dict[str, Tensor] = field(default_factory=dict)
     turn: int = 0
     changed: Callable[[Any], None] | None = None
+    number: int = field(init=False)
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = next(_numbers)
+        _sites[self.number] = self
+        self.key = f"{self.number}/{self.level}"
 
     @property
     def policy(self) -> Any:
@@ -50,13 +71,13 @@ class Site:
 
     def move(self, level: int) -> None:
         """Put another level in force."""
-        self.level = level
+        self.level, self.key = level, f"{self.number}/{level}"
         if self.changed is not None:
             self.changed(self.policy)
 
-    def enter(self, training: bool = True) -> None:
-        """At the beginning of a forward: measure it if a sample is due and it is one of training."""
-        self.live = self.sampling and training and torch.is_grad_enabled()
+    def enter(self, samples: bool) -> None:
+        """At the beginning of a forward: measure it if a sample is due and it is one of training (``samples``)."""
+        self.live = self.sampling and samples
 
     def record(self, operand: str, x: Tensor, quantised: Any) -> None:
         """While live: measure what quantising did to ``x`` (the same orientation as ``quantised``). Stays on the device; several

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+_installed: bool | None = None
 
-@lru_cache(maxsize=1)
+
 def triton_installed() -> bool:
-    """Whether triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether triton can be imported. Once asked, the answer is a constant for compiled graphs."""
+    global _installed
+    if _installed is None:
+        _installed = importlib.util.find_spec("triton") is not None
+    return _installed
 
 
 def interpreting() -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from gem_core.batch import Batch, Requests
+from gem_core.batch import Batch
 from gem_core.config.features import Features
 from gem_core.errors import BatchError, ConfigError
 from gem_core.model import builtin_specs
@@ -261,9 +261,6 @@ def test_batches_of_another_kind_are_refused():
     model, batch = gem(), random_batch(sample_features(), 2)
     with pytest.raises(BatchError, match="several candidates a history"):
         model(Batch(**{**vars(batch), "num_targets": torch.tensor([1, 2])}))
-    shared = Requests(torch.tensor([0, 0]), {"history": batch.sequences["history"]})
-    with pytest.raises(BatchError, match="stored once for a request"):
-        model(Batch(**{**vars(batch), "sequences": {}, "requests": shared}))
 
 
 def test_features_that_cannot_make_the_model_are_refused():

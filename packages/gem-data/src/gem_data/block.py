@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config.features import Features
+from gem_core.errors import DataError
 from gem_core.jagged import Jagged
+from gem_core.requests import by_request
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -154,9 +156,9 @@ class Block:
 
     def to_batch(self, features: Features) -> Batch:
         """The rows as a Batch of the declared features. Shares memory with the block."""
-        fixed = {k: torch.from_numpy(v) for k, v in self.fixed.items() if v.dtype != object}
+        fixed = {k: torch.from_numpy(v) for k, v in self.fixed.items() if v.dtype != object and k != "request"}
         ids = self.fixed.get("sample_ids")
-        return Batch(
+        batch = Batch(
             size=self.size,
             dense=fixed.get("dense"),
             dense_names=tuple(features.dense),
@@ -171,6 +173,26 @@ class Block:
             columns={name: fixed[f"columns.{name}"] for name in features.columns},
             sample_ids=ids.tolist() if ids is not None and ids.dtype == object else fixed.get("sample_ids"),
         )
+        return batch if features.request is None else self._by_request(batch, features)
+
+    def _by_request(self, batch: Batch, features: Features) -> Batch:
+        _, first, index = np.unique(self.fixed["request"], return_index=True, return_inverse=True)
+        # Requests in the order of their first samples, not in that of their hashes.
+        turn = np.argsort(first, kind="stable")
+        first, index = first[turn], np.argsort(turn, kind="stable")[index.reshape(-1)]
+        for name, group in batch.sequences.items():
+            lengths = group.lengths.numpy()
+            wrong = np.flatnonzero(lengths != lengths[first][index])
+            if wrong.size:
+                a, b = int(first[index[wrong[0]]]), int(wrong[0])
+                ids = batch.sample_ids
+                named = f"samples {ids[a]} and {ids[b]}" if ids is not None else f"samples {a} and {b} of a batch"
+                raise DataError(
+                    f"{named} have one request and histories of {int(lengths[a])} and {int(lengths[b])} events",
+                    where=f"column {features.request!r}, features.sequences.{name}",
+                    fix="rows of one request must repeat its history; or leave features.request out",
+                )
+        return by_request(batch, torch.from_numpy(index), torch.from_numpy(first))
 
     def _sparse(self, features: Features) -> SparseGroup:
         bags = [self.bags.get(f"sparse.{name}") for name in features.sparse]

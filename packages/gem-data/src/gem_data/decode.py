@@ -105,6 +105,10 @@ class Decoder:
             fixed["timestamps"] = values.complete(site, site.read(arrow.times, chunk.scalar(f.timestamp), f.timestamp_unit), "a timestamp")
         for name in f.columns:
             fixed[f"columns.{name}"] = values.carried(Site(chunk, name, "columns"), chunk.scalar(name))
+        if f.request is not None:
+            site = Site(chunk, f.request, "request")
+            found = site.read(arrow.hashes, chunk.scalar(f.request), 0)
+            fixed["request"] = values.complete(site, found, "a request")
         if f.sample_id is not None:
             fixed["sample_ids"] = values.sample_ids(Site(chunk, f.sample_id, "sample_id"), chunk.scalar(f.sample_id))
         return Block(n, fixed, bags, chunk.good)
@@ -118,7 +122,7 @@ class Decoder:
         found += [label.mask for label in f.labels.values() if label.mask]
         for group in f.sequences.values():
             found += event_columns(group)
-        return found + [c for c in (f.sample_id, f.timestamp, f.weight) if c] + list(f.columns)
+        return found + [c for c in (f.sample_id, f.timestamp, f.weight, f.request) if c] + list(f.columns)
 
     def _sparse(self, chunk: Chunk, name: str, fixed: dict[str, Array], bags: dict[str, Bag]) -> None:
         spec, path = self.features.sparse[name], f"sparse.{name}"

@@ -221,6 +221,12 @@ class ParquetSource(IterableDataset[Batch]):
             )
 
     def _check_batching(self, batch_size: int) -> None:
+        if self.features.request is not None and not isinstance(self.batching, Fixed):
+            raise ConfigError(
+                f"batching by length ({self.batching.kind}) would part the samples of a request",
+                where="[data.parquet.batching]",
+                fix='set kind = "fixed", or leave features.request out',
+            )
         if not isinstance(self.batching, Fixed) and not self.features.sequences:
             raise ConfigError(
                 f"batching by length ({self.batching.kind}) needs a history", where="[data.parquet.batching]", fix='set kind = "fixed"'
@@ -257,7 +263,7 @@ class ParquetSource(IterableDataset[Batch]):
             workers = Workers(self._rows, self._workers)
             try:
                 for window, block in workers.windows(windows):
-                    yield window, block, self._epochs.order(epoch, window)
+                    yield window, block, self._epochs.order(epoch, window, block.fixed.get("request"))
                     del block
             finally:
                 workers.close()
@@ -265,7 +271,7 @@ class ParquetSource(IterableDataset[Batch]):
         with closing(Reader()) as reader:
             for window in windows:
                 block = self._rows.window(window, reader)
-                yield window, block, self._epochs.order(epoch, window)
+                yield window, block, self._epochs.order(epoch, window, block.fixed.get("request"))
                 del block
 
     def _blocks(self, collect: _Collector, plan: Plan, first: int) -> Iterator[Block]:

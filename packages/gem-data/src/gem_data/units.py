@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gem_core.sources.hashing import key_of, mix64
 from gem_core.sources.order import Span
 from gem_core.sources.shuffle import permutation
 from gem_data.arrow import Ints
+from gem_data.block import flat_index
 from gem_data.files import DataFile
 
 
@@ -56,9 +59,18 @@ class Epochs:
                 held, start = [], at
         return windows
 
-    def order(self, epoch: int, window: Window) -> Ints | None:
-        """Rows of the window's units, one after another, in the order of the epoch; None: as they are."""
-        return None if self.window is None else permutation(window.stop - window.start, self._key(epoch, window.number + 1))
+    def order(self, epoch: int, window: Window, requests: NDArray[Any] | None = None) -> Ints | None:
+        """Rows of the window's units, one after another, in the order of the epoch; None: as they are.
+
+        ``requests [rows]``: neighbouring rows of one value stay neighbours, in their order.
+        """
+        if self.window is None:
+            return None
+        rows, key = window.stop - window.start, self._key(epoch, window.number + 1)
+        if requests is None or not rows:
+            return permutation(rows, key)
+        starts = np.flatnonzero(np.concatenate([[True], requests[1:] != requests[:-1]]))
+        return flat_index(np.append(starts, rows), permutation(starts.size, key))[1]
 
     def _key(self, epoch: int, number: int) -> int:
         return mix64(mix64(key_of(self.seed) ^ mix64(epoch)) ^ number)

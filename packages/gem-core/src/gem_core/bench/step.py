@@ -22,8 +22,8 @@ import torch
 from gem_core.batch import Batch
 from gem_core.config import Config, load_config, resolve
 from gem_core.errors import GemError
-from gem_core.model.flops import history_lengths
 from gem_core.ops import use_policy
+from gem_core.requests import history_lengths
 from gem_core.train.build import build_parts, build_source
 from gem_core.train.feed import Feed, grouped
 from gem_core.train.measure import Meter, peak, peak_memory

@@ -122,6 +122,9 @@ class Features(FrozenConfig):
     timestamp: str | None = Field(None, description="column with the time of the impression")
     timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
     weight: str | None = None
+    request: str | None = Field(
+        None, description="column that neighbouring rows of one request share: they stay together, and a batch stores their histories once"
+    )
     filter: str | None = Field(None, description='row filter such as "split == 0", pushed down to the source where it can')
     fitted: str | None = Field(None, description="file with vocabularies and bucket edges that 'gemrec data vocab' made; runs keep a copy")
     columns: tuple[str, ...] = Field((), description="columns carried along for group metrics and slices")

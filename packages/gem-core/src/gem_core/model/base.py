@@ -15,8 +15,9 @@ from gem_core.errors import BatchError, ConfigError
 from gem_core.model.config import TableOptions
 from gem_core.model.contract import ModelOutput, TableSet
 from gem_core.model.embedding import Embedded, EventFields, dense_columns, sample_vector
-from gem_core.model.flops import ModelFlops, history_lengths
+from gem_core.model.flops import ModelFlops
 from gem_core.model.tables import LocalTables, sequence_of, sparse_group, table_set
+from gem_core.requests import expanded, history_lengths
 
 
 class TableModel(nn.Module):
@@ -64,6 +65,7 @@ class RankingModel(TableModel):
             raise BatchError(
                 "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
             )
+        batch = expanded(batch)
         embedded = self.dropped(self.tables(sparse_group(batch, self.table_set.lookups)))
         logits, losses = self.score(batch, embedded)
         return ModelOutput(logits.float(), self.task_names, losses)

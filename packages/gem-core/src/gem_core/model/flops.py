@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gem_core.batch import Batch
 from gem_core.model.config import SequenceConfig
 from gem_core.model.embedding import TokenProjection
 from gem_core.model.experts import Elsewhere
@@ -107,11 +106,6 @@ def linear_flops(module: nn.Module | None, width: int = 0) -> int:
     if isinstance(module, Dot):
         return 2 * module.n * module.n * module.dim + linear_flops(module.mlp)
     return sum(linear_flops(child, width) for child in module.children())
-
-
-def history_lengths(batch: Batch) -> dict[str, Tensor]:
-    """Events of each history, ``[B]``."""
-    return {name: group.lengths for name, group in batch.sequences.items()}
 
 
 def gem_flops(model: Gem, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:

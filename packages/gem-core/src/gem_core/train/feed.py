@@ -11,6 +11,7 @@ import torch
 from gem_core.batch import Batch
 from gem_core.errors import DataError, GemError, RunError
 from gem_core.model.loss import batch_total
+from gem_core.requests import expanded, sizes
 from gem_core.sources.contract import Source
 from gem_core.train.runtime import Runtime
 
@@ -120,12 +121,12 @@ class Feed:
     def _take(self, host: Batch, device_batch: Batch | None = None) -> Fed:
         position = {"epoch": self.epoch, "source": self.source.state_dict()}
         flops = None if self.flops is None else self.flops(host)
-        return Fed(host, host if device_batch is None else device_batch, float(batch_total(host)), host.tokens, flops, position)
+        return Fed(host, expanded(host) if device_batch is None else device_batch, float(batch_total(host)), host.tokens, flops, position)
 
     def _copy(self, host: Batch) -> tuple[Fed, torch.cuda.Event]:
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
-            copied = host.pin_memory().to(self.device, non_blocking=True)
+            copied = expanded(host.pin_memory().to(self.device, non_blocking=True), sizes(host))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return self._take(host, copied), done

@@ -102,7 +102,8 @@ def _batch(mode: FakeTensorMode, features: Features, samples: int, length: int) 
     from gem_core.testing.models import random_batch
 
     real = random_batch(features, samples, lengths=[length] * samples if features.sequences else None)
-    return _fake(mode, real)
+    fake: Batch = _fake(mode, real)
+    return fake
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:

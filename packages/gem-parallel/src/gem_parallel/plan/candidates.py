@@ -76,7 +76,7 @@ class Sparse:
     (storage sharded over the replicas).
     """
 
-    strategy: Literal["local", "torchrec", "torchrec-2d", "gem-2d"]
+    strategy: Literal["local", "fbgemm", "torchrec", "torchrec-2d", "gem-2d"]
     model: int
     replica: int
     order: tuple[str, ...] = SPARSE_ORDER
@@ -175,19 +175,23 @@ def sparse_candidates(workload: Workload, world: int, cluster: Cluster, only: Se
 
     add(Sparse("local", 1, world))
     if world == 1:
+        add(Sparse("fbgemm", 1, 1))
         return list(found.values())
-    rows_and_tables, all_kinds = ("row", "table"), ("row", "table", "column")
-    for cuts in product(all_kinds, repeat=classes):
+    all_kinds: tuple[Sharding, ...] = ("row", "table", "column")
+    every = list(product(all_kinds, repeat=classes))
+    for cuts in every:
         add(Sparse("torchrec", world, 1, cuts=cuts))
     for model in divisors(world):
         replica = world // model
         if replica == 1:
             continue
+        possible = every if model > 1 else [cuts for cuts in every if set(cuts) == {"table"}]
         for order in _orders(SPARSE_ORDER, replica, model):
-            for cuts in product(all_kinds, repeat=classes) if model > 1 else [("table",) * classes]:
+            for cuts in possible:
                 add(Sparse("torchrec-2d", model, replica, order, "average", cuts=cuts))
                 add(Sparse("torchrec-2d", model, replica, order, "whole", "torchrec", cuts))
-            for cuts in product(rows_and_tables, repeat=classes) if model > 1 else [("table",) * classes]:
+                if "column" in cuts:
+                    continue
                 add(Sparse("gem-2d", model, replica, order, "touched", "article", cuts))
                 add(Sparse("gem-2d", model, replica, order, "whole", "article", cuts))
                 add(Sparse("gem-2d", model, replica, order, "whole", "torchrec", cuts))

@@ -54,6 +54,9 @@ class Gpu(FrozenConfig):
     reserved_gb: float = Field(3.0, ge=0, description="context, communication buffers, fragmentation")
     memory_gbs: float = Field(gt=0, description="copy rate of the memory, read + write, GB/s")
     row_efficiency: float = Field(0.5, gt=0, le=1, description="share of that rate which reads and updates of single table rows reach")
+    plain_row_efficiency: float = Field(
+        0.004, gt=0, le=1, description="the same for updates by the strategy local, which has no kernel of its own"
+    )
     peak_tflops: dict[str, float] = Field(description='dense peak by precision: "fp32", "bf16"')
     speedup: dict[str, float] = Field(default_factory=dict, description="by recipe: how much faster than in bf16 its linear maps run")
     mfu: Mfu

@@ -74,7 +74,7 @@ def run(ops: Sequence[Op], *, slowdown: float = 1.0, world: int | None = None) -
     many = world is not None
     largest: Callable[..., Any] = np.maximum if many else max
     smallest: Callable[..., Any] = np.minimum if many else min
-    zero = np.zeros(world) if many else 0.0
+    zero: Times = 0.0 if world is None else np.zeros(world)
     queues: dict[str, list[int]] = {}
     for i, op in enumerate(ops):
         queues.setdefault(op.stream, []).append(i)

@@ -191,8 +191,12 @@ class _Dense:
         taken = exchange("give", "reduce-scatter", out, [work])
         return build.compute(f"{unit.name} {word}, after", "computation", trunk if backward else 0.0, [taken])
 
+    def _split(self) -> tuple[Unit, tuple[Unit, ...], Unit | None]:
+        """The front, the layers and, for a model of several units, the heads."""
+        return (self.units[0], self.units[1:-1], self.units[-1]) if len(self.units) > 1 else (self.units[0], (), None)
+
     def forward(self, embedded: int | None) -> int:
-        front, *layers, heads = self.units if len(self.units) > 1 else (*self.units, None)
+        front, layers, heads = self._split()
         ends = self._gather(front, "forward", None)
         if heads is not None:
             ends = self._gather(heads, "forward", None) or ends
@@ -208,7 +212,7 @@ class _Dense:
         return self.computed
 
     def backward(self, loss: int) -> int:
-        front, *layers, heads = self.units if len(self.units) > 1 else (*self.units, None)
+        front, layers, heads = self._split()
         done = loss
         if heads is not None:
             done = self._unit(heads, self.times[-1], True, [loss])
@@ -242,6 +246,7 @@ class _Tables:
         self.over_model = sparse.axes("model"), sparse.group(cluster, "model")
         self.over_replicas = sparse.axes("replica"), sparse.group(cluster, "replica")
         self.rows_rate = cluster.gpu.memory_gbs * 1e9 * cluster.gpu.row_efficiency
+        self.update_rate = cluster.gpu.memory_gbs * 1e9 * cluster.gpu.plain_row_efficiency if sparse.strategy == "local" else self.rows_rate
         self.batch = workload.batch * sparse.model
         self.read: Times = self.layout.read_max
         if every_rank:
@@ -305,7 +310,7 @@ class _Tables:
             updated = updated * sparse.world
         elif sparse.exchange == "touched":
             back = self._touched("return row gradients", [back], rows=True) or back
-        update = build.compute("update tables", "table update", 4 * updated / self.rows_rate, [back, self.full])
+        update = build.compute("update tables", "table update", 4 * updated / self.update_rate, [back, self.full])
         if sparse.exchange == "whole" and sparse.schedule == "article":
             self._whole("average tables", "reduce-scatter", [update])
         elif sparse.exchange == "average":

@@ -64,8 +64,10 @@ def _axes(space: Space, chosen: Estimate) -> Table:
         owner: Any = chosen.dense if axis in DENSE_ORDER else chosen.sparse
         degree = getattr(owner, axis)
         stride = owner._strides[axis]
-        rows = [(what, *chosen.collectives[what]) for what in COLLECTIVES[axis] if what in chosen.collectives] if degree > 1 else []
-        network, exposed = ("\n".join(f"{row[i] * 1e3:.2f}" for row in rows) for i in (1, 2))
+        rows: list[tuple[str, float, float]] = (
+            [(what, *chosen.collectives[what]) for what in COLLECTIVES[axis] if what in chosen.collectives] if degree > 1 else []
+        )
+        network, exposed = ("\n".join(f"{times[i] * 1e3:.2f}" for _, *times in rows) for i in (0, 1))
         near = f"{stride:,} ranks apart" if degree > 1 else "-"
         table.add_row(axis, f"{degree:,}", near, tiers_text(space, chosen, axis), "\n".join(row[0] for row in rows), network, exposed)
     return table

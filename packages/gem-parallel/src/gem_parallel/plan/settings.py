@@ -61,7 +61,7 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
 
     known: dict[str, Callable[[], list[Sparse]]] = {
         "local": lambda: [Sparse("local", 1, world)],
-        "fbgemm": lambda: [Sparse("local", 1, world)],
+        "fbgemm": lambda: [Sparse("fbgemm", 1, world)],
         "torchrec": lambda: [Sparse("torchrec", world, 1, cuts=c) for c in cuts(("row", "table", "column"))],
         "torchrec-2d": lambda: [
             Sparse(

@@ -199,7 +199,8 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
 
 def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Saved]) -> tuple[Unit, ...]:
     """Units of a model in the order of its forward pass; one for a model without ``layers``."""
-    layers = list(getattr(model, "layers", []) if isinstance(getattr(model, "layers", None), nn.ModuleList) else [])
+    stack = getattr(model, "layers", None)
+    layers: list[Any] = list(stack) if isinstance(stack, nn.ModuleList) else []
     if not hasattr(model, "heads") or not layers or not all(hasattr(layer, "interaction") for layer in layers):
         count = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
         return (Unit("model", count, curves(model, lengths), saved["front"]),)
@@ -207,7 +208,7 @@ def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Saved]) -> 
         ends = curves(model, lengths)
     heads = {part: ends.pop(part) for part in ("heads",) if part in ends}
     inside = sum(p.numel() for layer in layers for p in layer.parameters())
-    head = sum(p.numel() for p in model.heads.parameters())  # type: ignore[union-attr]
+    head = sum(p.numel() for n, p in model.named_parameters() if n.startswith("heads."))
     dense = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
     found = [Unit("front", dense - inside - head, ends, saved["front"])]
     known: dict[str, Unit] = {}

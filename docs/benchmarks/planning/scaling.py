@@ -82,9 +82,9 @@ def table(result: dict[str, Any]) -> str:
         f"# Predicted scaling of `{result['preset']}` on {result['cluster']}",
         "",
         f"{result['batch_size']} samples a GPU, recipe {result['recipe']}. Predictions of `gemrec plan`, not measurements.",
-        "Scaling ratio: MFU of the step over local MFU. (x): does not fit into memory. Made by scaling.py.",
+        "Scaling ratio: MFU of the step over local MFU. (x): does not fit into memory; all-to-all: exposed. Made by scaling.py.",
         "",
-        "| GPUs | plan | tables | step ms | scaling ratio | slowest / mean rank | 1D tables | their exposed all-to-all | plain FSDP | both |",
+        "| GPUs | plan | tables | step ms | scaling ratio | slowest / mean rank | 1D tables | their all-to-all | plain FSDP | both |",
         "|" + "---|" * 10,
     ]
     for r in result["rows"]:

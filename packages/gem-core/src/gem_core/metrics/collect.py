@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ ALWAYS = ("bayes_ne",)
 
 Gather = Callable[[Tensor], list[Tensor]]
 """A CPU tensor to the same tensor of every other rank (the first dimension may differ)."""
+
+
+class Collector(Protocol):
+    """What an evaluation feeds with batches and logits, and merges over the ranks."""
+
+    def update(self, batch: Batch, logits: Tensor, tasks: tuple[str, ...]) -> None: ...
+
+    def merge(self, gather: Gather) -> None: ...
 
 
 class MetricSet:

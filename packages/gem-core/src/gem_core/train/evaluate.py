@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from gem_core.config.features import Features
 from gem_core.config.schema import Eval
 from gem_core.errors import ConfigError
-from gem_core.metrics.collect import ALWAYS, MetricSet
+from gem_core.metrics.collect import ALWAYS, Collector, MetricSet
 from gem_core.metrics.contract import Metric
 from gem_core.metrics.retrieval import names
-from gem_core.metrics.slices import SlicedMetrics
 from gem_core.model.contract import Retrieval
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
@@ -59,12 +58,12 @@ def evaluate(
     config: Eval,
     tasks: tuple[str, ...],
     runtime: Runtime,
-    slices: Sequence[SlicedMetrics] = (),
+    also: Sequence[Collector] = (),
 ) -> tuple[Results, int]:
     """Metrics of ``tasks`` and the samples seen, over all ranks. ``module`` is called (``model``, wrapped or not); ``model`` is put into
     evaluation mode meanwhile. Logits are read one batch late, so that the device never waits for the host.
 
-    ``slices`` are fed likewise, and hold all ranks' rows afterwards. A model of `Retrieval` takes none."""
+    ``also`` are fed likewise, and hold all ranks' rows afterwards. A model of `Retrieval` takes none."""
     if isinstance(model, Retrieval):
         return ranking.evaluate(module, model, source, config, runtime)
     metrics = MetricSet(tasks, metric_builders(config), config.group)
@@ -77,12 +76,12 @@ def evaluate(
                 break
             output = module(fed.batch)
             ready, late = late, _fetch(fed, output.logits.float(), output.task_names)
-            _add((metrics, *slices), ready)
-        _add((metrics, *slices), late)
+            _add((metrics, *also), ready)
+        _add((metrics, *also), late)
     finally:
         model.train(was_training)
     if runtime.world > 1:
-        for kept in (metrics, *slices):
+        for kept in (metrics, *also):
             kept.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])
     # One rank computes: the others add the same numbers in another order, and must not draw other conclusions from the last bit.
     return runtime.on_main(lambda: (metrics.compute(), metrics.samples))
@@ -98,7 +97,7 @@ def _fetch(fed: Fed, logits: Tensor, names: tuple[str, ...]) -> tuple[Fed, Tenso
     return fed, host, names, event
 
 
-def _add(kept: Sequence[MetricSet | SlicedMetrics], item: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None) -> None:
+def _add(kept: Sequence[Collector], item: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None) -> None:
     if item is not None:
         fed, logits, names, event = item
         if event is not None:

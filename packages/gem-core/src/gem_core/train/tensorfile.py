@@ -53,9 +53,9 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:
     """Write and fsync; return the bytes written. Device tensors are copied to the host one at a time."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:

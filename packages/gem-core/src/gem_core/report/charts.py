@@ -1,0 +1,132 @@
+"""Small charts as inline SVG: lines with an optional band or error bars, and a bar of shares. No script, no font, nothing fetched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+COLOURS = ("#1f6feb", "#d1622b", "#2e8b57", "#8a4fbf", "#b8860b", "#c2255c", "#0b7285", "#5c636a")
+WIDTH, HEIGHT = 640, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 40
+MOST = 400
+"""Points of a line; longer ones are thinned to means of neighbours."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """``points`` (x, y), x ascending; ``bars`` (low, high) of each point; ``marks`` draws the points; ``dashed`` is for references."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    bars: Sequence[tuple[float, float]] = field(default=())
+    marks: bool = False
+    dashed: bool = False
+
+
+def lines(series: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
+    """A chart of all series with a legend; the axes begin where the data does. ``log``: both axes logarithmic, points at 0 left out."""
+    shown = [_thinned(s, log) for s in series]
+    shown = [s for s in shown if s.points]
+    if not shown:
+        return "<p class='none'>Nothing was recorded.</p>"
+    xs = [p[0] for s in shown for p in s.points]
+    ys = [v for s in shown for v in (*(p[1] for p in s.points), *(v for bar in s.bars for v in bar if v > 0 or not log))]
+    ax, ay = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT, log), _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, log)
+    parts = [_grid(ax, ay, x, y)]
+    for i, s in enumerate(shown):
+        parts.append(_series(s, COLOURS[i % len(COLOURS)], ax, ay))
+    legend = "".join(f"<span><i style='background:{COLOURS[i % len(COLOURS)]}'></i>{escape(s.name)}</span>" for i, s in enumerate(shown))
+    title = escape(f"{y} by {x}: {', '.join(s.name for s in shown)}")
+    return (
+        f"<figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'><title>{title}</title>{''.join(parts)}</svg>"
+        f"<figcaption>{legend}</figcaption></figure>"
+    )
+
+
+def shares(parts: Mapping[str, float], unit: str = "") -> str:
+    """One bar divided by the values, each with its share."""
+    total = sum(parts.values())
+    if total <= 0:
+        return "<p class='none'>Nothing was recorded.</p>"
+    drawn, legend, at = [], [], 0.0
+    for i, (name, value) in enumerate(parts.items()):
+        width, colour = value / total * WIDTH, COLOURS[i % len(COLOURS)]
+        text = f"{escape(name)}: {value / total:.1%} ({_number(value)}{unit})"
+        drawn.append(f"<rect x='{at:.1f}' y='0' width='{width:.1f}' height='34' fill='{colour}'><title>{text}</title></rect>")
+        legend.append(f"<span><i style='background:{colour}'></i>{text}</span>")
+        at += width
+    return f"<figure><svg viewBox='0 0 {WIDTH} 34' role='img'>{''.join(drawn)}</svg><figcaption>{''.join(legend)}</figcaption></figure>"
+
+
+class _Axis:
+    """Maps values to pixels, and where its ticks are."""
+
+    def __init__(self, low: float, high: float, start: float, stop: float, log: bool) -> None:
+        self.log, self.start, self.stop = log, start, stop
+        if log:
+            self.ticks = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+            self.low, self.high = math.log10(self.ticks[0]), math.log10(self.ticks[-1])
+            if self.low == self.high:
+                self.high += 1
+            return
+        if low == high:
+            low, high = low - abs(low) * 0.05 - 1e-9, high + abs(high) * 0.05 + 1e-9
+        raw = (high - low) / 5
+        size = 10 ** math.floor(math.log10(raw))
+        step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw * 0.999)
+        first = math.ceil(low / step - 1e-9)
+        self.low, self.high = low, high
+        self.ticks = [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+    def __call__(self, value: float) -> float:
+        value = math.log10(value) if self.log else value
+        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+
+def _grid(ax: _Axis, ay: _Axis, x: str, y: str) -> str:
+    parts = []
+    for tick in ay.ticks:
+        at = ay(tick)
+        parts.append(f"<line class='g' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}'/>")
+        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{_number(tick)}</text>")
+    for tick in ax.ticks:
+        at = ax(tick)
+        parts.append(f"<line class='g' x1='{at:.1f}' x2='{at:.1f}' y1='{_TOP}' y2='{HEIGHT - _BOTTOM}'/>")
+        parts.append(f"<text x='{at:.1f}' y='{HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{_number(tick)}</text>")
+    parts.append(f"<text x='{WIDTH - _RIGHT}' y='{HEIGHT - 6}' text-anchor='end'>{escape(x)}</text>")
+    parts.append(f"<text x='4' y='{HEIGHT - 6}'>{escape(y)}</text>")
+    return "".join(parts)
+
+
+def _series(s: Line, colour: str, ax: _Axis, ay: _Axis) -> str:
+    path = " ".join(f"{'L' if i else 'M'}{ax(a):.1f} {ay(b):.1f}" for i, (a, b) in enumerate(s.points))
+    dash = " stroke-dasharray='5 4'" if s.dashed else ""
+    parts = [f"<path d='{path}' fill='none' stroke='{colour}' stroke-width='1.8'{dash}/>"]
+    for (a, _), bar in zip(s.points, s.bars):
+        low, high = (max(v, 10**ay.low) if ay.log else v for v in bar)
+        at = f"x1='{ax(a):.1f}' x2='{ax(a):.1f}' y1='{ay(low):.1f}' y2='{ay(high):.1f}'"
+        parts.append(f"<line {at} stroke='{colour}' stroke-width='1.2'/>")
+    if s.marks or len(s.points) == 1:
+        parts += [
+            f"<circle cx='{ax(a):.1f}' cy='{ay(b):.1f}' r='3' fill='{colour}'><title>{_number(a)}, {_number(b)}</title></circle>"
+            for a, b in s.points
+        ]
+    return "".join(parts)
+
+
+def _thinned(s: Line, log: bool) -> Line:
+    kept = [i for i, p in enumerate(s.points) if all(math.isfinite(v) for v in p) and (not log or min(p) > 0)]
+    points, bars = [s.points[i] for i in kept], [s.bars[i] for i in kept] if s.bars else []
+    if len(points) > MOST and not bars:
+        size = -(-len(points) // MOST)
+        groups = [points[i : i + size] for i in range(0, len(points), size)]
+        points = [(sum(p[0] for p in g) / len(g), sum(p[1] for p in g) / len(g)) for g in groups]
+    return Line(s.name, points, bars, s.marks, s.dashed)
+
+
+def _number(value: float) -> str:
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
+        return f"{value:.2g}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

@@ -45,10 +45,11 @@ def everything(space: Space) -> list[Estimate]:
                 sparses.append(Sparse("torchrec", m, 1, cuts=cuts))
                 continue
             g = world // m
-            sparses += [
-                Sparse("torchrec-2d", m, g, order, "average", cuts=cuts),
-                Sparse("torchrec-2d", m, g, order, "whole", "torchrec", cuts),
-            ]
+            if m > 1:
+                sparses += [
+                    Sparse("torchrec-2d", m, g, order, "average", cuts=cuts),
+                    Sparse("torchrec-2d", m, g, order, "whole", "torchrec", cuts),
+                ]
             if "column" not in cuts:
                 sparses += [
                     Sparse("gem-2d", m, g, order, e, s, cuts)

@@ -188,8 +188,9 @@ def sparse_candidates(workload: Workload, world: int, cluster: Cluster, only: Se
         possible = every if model > 1 else [cuts for cuts in every if set(cuts) == {"table"}]
         for order in _orders(SPARSE_ORDER, replica, model):
             for cuts in possible:
-                add(Sparse("torchrec-2d", model, replica, order, "average", cuts=cuts))
-                add(Sparse("torchrec-2d", model, replica, order, "whole", "torchrec", cuts))
+                if model > 1:
+                    add(Sparse("torchrec-2d", model, replica, order, "average", cuts=cuts))
+                    add(Sparse("torchrec-2d", model, replica, order, "whole", "torchrec", cuts))
                 if "column" in cuts:
                     continue
                 add(Sparse("gem-2d", model, replica, order, "touched", "article", cuts))

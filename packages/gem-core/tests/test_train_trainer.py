@@ -363,6 +363,36 @@ def test_compile_trains(tmp_path):
     assert b.tasks["ctr"]["logloss"] == pytest.approx(a.tasks["ctr"]["logloss"], rel=1e-4)
 
 
+def test_layers_alike_are_compiled_once():
+    """The units that `train.compile` compiles share what is compiled: a deeper model compiles no more."""
+    from gem_core.config.features import Features
+    from gem_core.model.config import GemConfig
+    from gem_core.model.gem import Gem
+    from gem_core.sources.drawn import RandomConfig, RandomSource
+    from gem_core.train.build import compiled_units
+
+    features = Features.model_validate({"sparse": {"item": {"rows": 50}, "user": {"rows": 50}}, "labels": {"ctr": {}}})
+    batch = next(iter(RandomSource(RandomConfig(), features, batch_size=8)))
+
+    def graphs(layers):
+        torch._dynamo.reset()
+        made = []
+        model = Gem(GemConfig(layers=layers, dim=8, embedding_dim=8, feature_tokens=4, interaction={"tokens": 4}), features)
+        expected = model(batch).logits
+
+        def backend(graph, inputs):
+            made.append(graph)
+            return graph.forward
+
+        for unit in compiled_units(model):
+            unit.compile(backend=backend, dynamic=True)
+        torch.testing.assert_close(model(batch).logits, expected)
+        return len(made)
+
+    assert compiled_units(torch.nn.Linear(2, 2))[0].in_features == 2
+    assert graphs(2) == graphs(5)
+
+
 def test_missing_tensorboard_is_said_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.warns(UserWarning, match=r"gem-core\[log\]") as found:

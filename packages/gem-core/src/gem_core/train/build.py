@@ -109,9 +109,17 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
             if isinstance(tables, nn.Module):
                 # look-ups stay eager: sparse gradients and fused table optimizers do not go through the compiler
                 tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[no-untyped-call]
-            model.compile(dynamic=True)
+            for unit in compiled_units(model):
+                unit.compile(dynamic=True)
         module = find("dense_strategy", p.dense).build(model, mesh, resolved.dense)
     return replace(whole, module=module, dense_count=count)
+
+
+def compiled_units(model: nn.Module) -> list[nn.Module]:
+    """What ``train.compile`` compiles: each of ``model.layers`` where a model has them, since layers alike share what is compiled, so that
+    the first step of a deep model takes as long as that of a shallow one; else the whole model."""
+    layers = getattr(model, "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) and len(layers) else [model]
 
 
 def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Source:

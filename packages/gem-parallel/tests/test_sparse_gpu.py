@@ -7,9 +7,11 @@ import torch
 
 pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed")
 
+from gem_core.config.schema import TableOptimizer
 from gem_core.errors import ConfigError
 from gem_parallel.sparse.engines import build_engine
 from gem_parallel.sparse.rowwise import RowwiseOptions
+from gem_parallel.sparse.simulate import Simulator, groups_of, joined, run_rank, toy_tables
 
 ROWS, DIM = 500, 16
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"]
@@ -128,6 +130,30 @@ def test_tables_outside_of_device_memory(placement):
             e.update(ticket, out.square() - 0.5)
     for a, b in zip(flushed(one), flushed(other)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("placement", ["hbm", "uvm", "uvm_caching"])
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_strategy_equals_its_simulator(device, placement, prefetch):
+    """All tables in one process: exchange of ids ahead, weighted bags, the state as a checkpoint sees it."""
+    skip_without(device)
+    if device == "cpu" and placement != "hbm":
+        pytest.skip("host memory for tables needs a CUDA device")
+    task = {
+        "strategy": "fbgemm", "config": {"placement": placement, "cache_fraction": 0.5}, "model": 1, "steps": 8, "samples": [[5], [0], [9]],
+        "optimizer": {"lr": 0.1, "eps": 1e-3}, "weighted": True, "prefetch": prefetch,
+    }  # fmt: skip
+    found = run_rank(0, 1, task, device)
+    tables, first, last = toy_tables(), joined([found["first"]]), joined([found["last"]])
+    weights = {t.name: first[f"{t.name}.weight"] for t in tables.tables}
+    simulator = Simulator(tables, weights, model=1, replicas=1, schedule="mean", optimizer=TableOptimizer(lr=0.1, eps=1e-3))
+    for step in range(8):
+        for got, rows in zip(found["steps"][step], simulator.step(groups_of(task, tables, step), [7 * step])[0].values()):
+            torch.testing.assert_close(got, rows, rtol=2e-5, atol=2e-5)
+    for name, weight in simulator.weights[0].items():
+        torch.testing.assert_close(last[f"{name}.weight"], weight, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(last[f"{name}.accumulator"], simulator.states[0][name], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.gpu

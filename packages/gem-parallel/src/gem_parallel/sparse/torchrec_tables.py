@@ -207,7 +207,7 @@ class TorchrecTables(nn.Module):
         """The mean accumulator of all parts, on every rank, and in the parts."""
         mean = torch.zeros(rows, device=self.device)
         for _, part in boxes:
-            mean += part / self.columns[name]
+            mean += part / (self.columns[name] * self.mesh.replica)
         dist.all_reduce(mean)
         for _, part in boxes:
             part.copy_(mean)

@@ -401,7 +401,11 @@ def main() -> None:
             if wrong(data["correctness"], {"schedule": schedule}):
                 continue
             for ctas in args.ctas if bench.cuda else [0]:
-                data["overlap"].append(overlap(bench, schedule, layers, ctas))
+                try:
+                    data["overlap"].append(overlap(bench, schedule, layers, ctas))
+                except Exception:
+                    data["failed"].append({"strategy": f"tower, {schedule}, {ctas}", "error": traceback.format_exc().splitlines()[-1]})
+                    print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
                 save(bench, data)
     dist.barrier()
     dist.destroy_process_group()

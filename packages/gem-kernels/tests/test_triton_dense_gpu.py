@@ -212,3 +212,30 @@ def test_new_lengths_do_not_recompile() -> None:
     for lengths in ([1], [17, 0, 3], [2048, 16], [0, 0], [4096, 4096, 1, 31], [100] * 333):
         step(lengths)
     assert compiled() == there
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 8), (130, 512, 512), (1000, 128, 264), (5000, 512, 1024)])
+@pytest.mark.parametrize("affine", [False, True])
+def test_hopper_norm_linear(rows: int, k: int, n: int, affine: bool, dtype: torch.dtype) -> None:
+    """At most 1.5 times the error of PyTorch in the same dtype; the rows' statistics serve the portable backward pass."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    x, w = _draw(rows, k).to(dtype).requires_grad_(), _draw(n, k, seed=1, scale=k**-0.5).to(dtype).requires_grad_()
+    more = {"b": _draw(n, seed=2), "norm_weight": 1 + 0.1 * _draw(k, seed=3), "norm_bias": _draw(k, seed=4)} if affine else {}
+    more = {name: t.to(dtype) for name, t in more.items()}
+    dout = _draw(rows, n, seed=5).to(dtype)
+
+    def plain(fine: torch.dtype) -> list[torch.Tensor]:
+        a, b = (t.detach().to(fine).requires_grad_() for t in (x, w))
+        hat = torch.nn.functional.rms_norm(a, (k,), eps=1e-6)
+        if affine:
+            hat = hat * more["norm_weight"].to(fine) + more["norm_bias"].to(fine)
+        y = torch.nn.functional.linear(hat, b, more["b"].to(fine) if affine else None)
+        return [y.detach(), *torch.autograd.grad(y, (a, b), dout.to(fine))]
+
+    y = ops.norm_linear(x, w, **more, eps=1e-6, backend="hopper")
+    got = [y.detach(), *torch.autograd.grad(y, (x, w), dout)]
+    for name, mine, rough, exact in zip(("y", "dx", "dw"), got, plain(dtype), plain(torch.float64)):
+        error, theirs = ((t.double() - exact).norm() / exact.norm() for t in (mine, rough))
+        assert error <= 1.5 * theirs + 1e-4, f"{name}: {error:.2e}, PyTorch {theirs:.2e}"

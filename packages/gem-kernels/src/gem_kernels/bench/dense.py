@@ -9,6 +9,7 @@ allocates), speedup (over the named peer), target.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from typing import Any
@@ -23,13 +24,14 @@ from gem_kernels.bench._dense_rows import ROWS, Case, Named, Row
 from gem_kernels.bench.report import environment, say, write
 from gem_kernels.bench.settings import Settings, compile_ahead
 from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
-from gem_kernels.triton import block, dense
+from gem_kernels.triton import block, dense, specs
 from gem_kernels.triton.common import tune
 from gem_kernels.triton.common.launch import compile_only
 
 COLUMNS = [
     "row", "pass", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_copy", "error", "of_torch", "peak_mib", "speedup", "target",
 ]  # fmt: skip
+OURS = ("triton", "hopper")
 SPECS: dict[str, KernelSpec] = {s.op: s for s in (*block.specs(), *dense.specs())}
 WORSE_THAN_TORCH = 1.5
 """An error over this many times that of eager PyTorch in the same dtype is not timed."""
@@ -80,36 +82,38 @@ def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]
     """Check and time every variant of a row, print the lines, add them to ``data``."""
     began = time.monotonic()
     case = row.build("cuda")
-    spec, problem = SPECS[case.op], case.problem()
-    result, saved = spec.forward(problem, *case.tensors())
-    douts = _douts(case, result, seed=3)
+    problem = case.problem()
+    ours = {s.name: s for s in specs() if s.op == case.op and s.name in settings.impls and s.supports(problem)}
     needs = _needs(case)
-    runs = {
-        "forward": lambda: spec.forward(problem, *case.tensors()),
-        "backward": lambda: spec.backward(problem, saved, douts, needs),
-    }
-    for pass_, run in runs.items():
+    runs: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
+    for name, spec in ours.items():
+        result, saved = spec.forward(problem, *case.tensors())
+        douts = _douts(case, result, seed=3)
+        runs["forward"][name] = functools.partial(spec.forward, problem, *case.tensors())
+        runs["backward"][name] = functools.partial(spec.backward, problem, saved, douts, needs)
+    for pass_, implementations in runs.items():
         notes: dict[str, dict[str, Any]] = {}
         variants: dict[str, Any] = {}
-        if settings.tune:
-            with tune.tuning() as timings:
-                run()
-            data["tuned"] += timings
-            for entry in timings:
-                tried = sorted(entry["tried"], key=lambda t: t["ms"])[:4]
-                say(f"  tuned {entry['kernel']} {entry['facts']}: " + "; ".join(f"{t['use']} {t['ms']:.4g} ms" for t in tried))
-        got = _first(run()[0]) if pass_ == "forward" else run()
-        error, yardstick = check(case, pass_, got, _first(douts))
-        notes["triton"] = {"error": error, "of_torch": error / yardstick}
-        del got
-        if error > WORSE_THAN_TORCH * yardstick:
-            say(f"  {row.name} {pass_}: error {error:.2e} against float64, eager PyTorch {yardstick:.2e}: not timed")
-            continue
-        if settings.eager:
-            notes["triton"]["peak_mib"] = peak_bytes(run) / 2**20
-            notes["triton"]["eager_ms"] = statistics.median(interleaved_ms({"eager": run}, rounds=3, target_ms=15)["eager"])
-        variants["triton"] = capture(run)
-        for name, peer in case.peers if settings.peers else {}.items():
+        for name, run in implementations.items():
+            if settings.tune:
+                with tune.tuning() as timings:
+                    run()
+                data["tuned"] += timings
+                for entry in timings:
+                    tried = sorted(entry["tried"], key=lambda t: t["ms"])[:4]
+                    say(f"  tuned {entry['kernel']} {entry['facts']}: " + "; ".join(f"{t['use']} {t['ms']:.4g} ms" for t in tried))
+            got = _first(run()[0]) if pass_ == "forward" else run()
+            error, yardstick = check(case, pass_, got, _first(douts))
+            notes[name] = {"error": error, "of_torch": error / yardstick}
+            del got
+            if error > WORSE_THAN_TORCH * yardstick:
+                say(f"  {row.name} {pass_} {name}: error {error:.2e} against float64, eager PyTorch {yardstick:.2e}: not timed")
+                continue
+            if settings.eager:
+                notes[name]["peak_mib"] = peak_bytes(run) / 2**20
+                notes[name]["eager_ms"] = statistics.median(interleaved_ms({"eager": run}, rounds=3, target_ms=15)["eager"])
+            variants[name] = capture(run)
+        for name, peer in (case.peers if settings.peers and variants else {}).items():
             with contextlib.suppress(_Skipped):
                 variants[name] = _peer(row, case, name, peer, pass_, _first(douts))
         times = {n: statistics.median(ms) for n, ms in interleaved_ms(variants, rounds=settings.rounds).items()}
@@ -132,9 +136,9 @@ def _line(row: Row, case: Case, pass_: str, name: str, ms: float, times: dict[st
     line["of_copy"] = least / ms * 1e-9 / limits.copy
     if flops:
         line |= {"tflops": flops / ms * 1e-9, "of_gemm": flops / ms * 1e-9 / limits.gemm}
-    if name != "triton":
+    if name not in OURS:
         return line
-    peer = next((p for p in times if p not in ("triton", "linear alone")), None)
+    peer = next((p for p in times if p not in (*OURS, "linear alone")), None)
     if peer:
         line["speedup"] = times[peer] / ms
     if pass_ in row.targets:

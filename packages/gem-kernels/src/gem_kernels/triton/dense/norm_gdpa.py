@@ -49,13 +49,17 @@ def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
     elif not info.nvidia or info.key == "sm_80" or d > 128:
         shapes = [(64, 32, 8, 1), (32, 32, 4, 1)]
     elif kernel == "forward":
-        shapes = [(64, 128, 8, 1), (128, 64, 8, 2), (128, 128, 8, 1), (64, 64, 4, 2), (64, 64, 8, 2), (64, 128, 4, 1)]
+        shapes = [(64, 64, 4, 2), (64, 64, 8, 2, 128), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2, 168)]
     elif kernel == "dq":
-        shapes = [(64, 32, 8, 2), (64, 64, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (128, 64, 8, 2)]
+        shapes = [(64, 64, 8, 2), (64, 32, 8, 2, 128), (64, 64, 8, 2, 128), (64, 32, 8, 2), (64, 32, 4, 2, 168)]
     else:
         shapes = [(32, 128, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2)]
     keys = max(16, min(problem.option("max_k_len", 128), 128))
-    return [{"BLOCK_M": m, "BLOCK_N": min(n, keys), "num_warps": w, "num_stages": s} for m, n, w, s in shapes]
+    found = [{"BLOCK_M": m, "BLOCK_N": min(n, keys), "num_warps": w, "num_stages": s} for m, n, w, s, *_ in shapes]
+    for config, (*_, cap) in zip(found, (s if len(s) == 5 else (0,) for s in shapes)):
+        if cap:
+            config["maxnreg"] = cap
+    return found
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> tuple[Tensor, Saved]:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.block.kernels import locate
-from gem_kernels.triton.dense.norm_gdpa_fwd import load_head, load_normed, store_head
+from gem_kernels.triton.dense.norm_gdpa_fwd import load_head, normed, store_head
 
 
 @triton.jit(do_not_specialize=["batch", "total_rows"])
@@ -65,33 +65,38 @@ def norm_gdpa_bwd_dq_kernel(
                 g = load_head(dout + h * stride_gh, stride_gn, rows, BLOCK_M, D, DP).to(tl.float32)
                 store_head(do + h * D, (g - hat * shared[:, None]) * r2[:, None], stride_on, rows, BLOCK_M, D, DP)
             tl.debug_barrier()
-            for h in range(H):
+            # One loop over heads and key tiles, so that the loads of the next head run during the products of this one.
+            steps = tl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 1)
+            acc = tl.zeros([BLOCK_M, DP], tl.float32)
+            for step in tl.range(0, H * steps):
+                h = step // steps
+                n = (step - h * steps) * BLOCK_N
+                at = tl.cast(n, tl.int64)
+                q_tile = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
+                do_tile = load_head(do + h * D, stride_on, rows, BLOCK_M, D, DP)
+                k_tile = load_head(k + h * stride_kh + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
+                v_tile = load_head(v + h * stride_vh + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
                 act_id = 0
                 if act_ids is not None:
                     act_id = tl.load(act_ids + h)
-                q_tile = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
-                do_tile = load_head(do + h * D, stride_on, rows, BLOCK_M, D, DP)
-                acc = tl.zeros([BLOCK_M, DP], tl.float32)
-                for n in tl.range(0, keys, BLOCK_N):
-                    at = tl.cast(n, tl.int64)
-                    k_tile = load_head(k + h * stride_kh + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
-                    v_tile = load_head(v + h * stride_vh + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
-                    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                    s = (s - mu[:, None] * tl.sum(k_tile.to(tl.float32), 1)[None, :]) * (r * scale_in)[:, None]
-                    _value, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
-                    ds = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION) * slope
-                    acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
-                dl = acc * (gain * scale_in) + load_head(do + h * D, stride_on, rows, BLOCK_M, D, DP).to(tl.float32)
-                l = load_normed(q + h * stride_qh, stride_qn, rows, mu, r, BLOCK_M, D, DP).to(tl.float32)
-                dl_sum += tl.sum(dl, 1)
-                dll_sum += tl.sum(dl * l, 1)
-                store_head(dq + h * D, dl, stride_on, rows, BLOCK_M, D, DP)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                s = (s - mu[:, None] * tl.sum(k_tile.to(tl.float32), 1)[None, :]) * (r * scale_in)[:, None]
+                _value, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
+                ds = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION) * slope
+                acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+                if n + BLOCK_N >= keys:
+                    dl = acc * (gain * scale_in) + load_head(do + h * D, stride_on, rows, BLOCK_M, D, DP).to(tl.float32)
+                    l = normed(load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP), mu, r, D, DP).to(tl.float32)
+                    dl_sum += tl.sum(dl, 1)
+                    dll_sum += tl.sum(dl * l, 1)
+                    store_head(dq + h * D, dl, stride_on, rows, BLOCK_M, D, DP)
+                    acc = tl.zeros([BLOCK_M, DP], tl.float32)
             dl_sum /= H * D
             dll_sum /= H * D
             tl.debug_barrier()
             for h in range(H):
                 dl = load_head(dq + h * D, stride_on, rows, BLOCK_M, D, DP).to(tl.float32)
-                l = load_normed(q + h * stride_qh, stride_qn, rows, mu, r, BLOCK_M, D, DP).to(tl.float32)
+                l = normed(load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP), mu, r, D, DP).to(tl.float32)
                 g = load_head(dout + h * stride_gh, stride_gn, rows, BLOCK_M, D, DP).to(tl.float32)
                 store_head(dq + h * D, (dl - dl_sum[:, None] - l * dll_sum[:, None]) * r[:, None] + g, stride_on, rows, BLOCK_M, D, DP)
 

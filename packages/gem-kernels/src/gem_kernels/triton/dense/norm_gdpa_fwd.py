@@ -38,31 +38,12 @@ def store_head(pointer, tile, stride_row, rows, ROWS: tl.constexpr, D: tl.conste
 
 
 @triton.jit
-def load_normed(pointer, stride_row, rows, mu, r, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """One head of l = (q − μ) r, rounded to q's dtype; zeros beyond ``rows`` and D."""
-    x = load_head(pointer, stride_row, rows, ROWS, D, DP)
+def normed(x, mu, r, D: tl.constexpr, DP: tl.constexpr):
+    """l = (x − μ) r of one head, rounded to x's dtype; zeros beyond D."""
     l = (x.to(tl.float32) - mu[:, None]) * r[:, None]
     if D != DP:
         l = tl.where((tl.arange(0, DP) < D)[None, :], l, 0.0)
     return l.to(x.dtype)
-
-
-@triton.jit
-def attend(l, k, v, keys, act_id, scale_in, stride_kn, stride_vn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-           D: tl.constexpr, DP: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr,
-           PRECISION: tl.constexpr):  # fmt: skip
-    """act(scale_in · l kᵀ) v of one head (without the activation's gain) over ``keys`` keys."""
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
-    for n in tl.range(0, keys, BLOCK_N):
-        k_tile = load_head(k + tl.cast(n, tl.int64) * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
-        v_tile = load_head(v + tl.cast(n, tl.int64) * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
-        s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
-        if ACT == 64:  # heads differ
-            p = activate(s, act_id, ACT, ACT_SET, FAST)
-        else:
-            p = _value(s, ACT, FAST)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    return acc
 
 
 @triton.jit(do_not_specialize=["batch", "total_rows"])
@@ -104,16 +85,31 @@ def norm_gdpa_fwd_kernel(
                 spread += tl.sum(away * away, 1) + gap * gap * (D * h / (h + 1))
             r = tl.rsqrt(spread / (H * D) + eps)
             squares = tl.zeros([BLOCK_M], tl.float32)
-            for h in range(H):
+            # One loop over heads and key tiles, so that the loads of the next head run during the products of this one.
+            steps = tl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 1)
+            acc = tl.zeros([BLOCK_M, DP], tl.float32)
+            for step in tl.range(0, H * steps):
+                h = step // steps
+                n = (step - h * steps) * BLOCK_N
+                at = tl.cast(n, tl.int64)
+                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
+                k_tile = load_head(k + h * stride_kh + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
+                v_tile = load_head(v + h * stride_vh + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
                 act_id = 0
                 if act_ids is not None:
                     act_id = tl.load(act_ids + h)
-                l = load_normed(q + h * stride_qh, stride_qn, rows, mu, r, BLOCK_M, D, DP)
-                acc = attend(l, k + h * stride_kh, v + h * stride_vh, keys, act_id, scale_in, stride_kn, stride_vn, BLOCK_M, BLOCK_N,
-                             D, DP, ACT, ACT_SET, FAST, PRECISION)  # fmt: skip
-                o = acc * gain + l.to(tl.float32)
-                squares += tl.sum(o * o, 1)
-                store_head(out + h * D, o, stride_on, rows, BLOCK_M, D, DP)
+                l = normed(x, mu, r, D, DP)
+                s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
+                if ACT == 64:  # heads differ
+                    p = activate(s, act_id, ACT, ACT_SET, FAST)
+                else:
+                    p = _value(s, ACT, FAST)
+                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+                if n + BLOCK_N >= keys:
+                    o = acc * gain + l.to(tl.float32)
+                    squares += tl.sum(o * o, 1)
+                    store_head(out + h * D, o, stride_on, rows, BLOCK_M, D, DP)
+                    acc = tl.zeros([BLOCK_M, DP], tl.float32)
             r2 = tl.rsqrt(squares / (H * D) + eps)
             tl.store(mean + start + i, mu, mask=valid)
             tl.store(rstd + start + i, r, mask=valid)

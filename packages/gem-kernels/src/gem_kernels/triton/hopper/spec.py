@@ -1,4 +1,4 @@
-"""The Hopper implementations of `jagged_attention` and `gdpa` that gem-kernels offers.
+"""The Hopper implementations of `jagged_attention`, `gdpa` and `norm_linear` that gem-kernels offers.
 
 ``hopper`` takes these kernels where they were measured to be faster and the portable ones elsewhere, pass by pass; ``hopper-only`` takes no
 others.
@@ -25,6 +25,7 @@ PRIORITY = 6
 _FORCED = 5
 _TRITON = "3.6"
 _WIDTHS = (64, 128)
+_BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
 
 
 @functools.lru_cache(maxsize=1)
@@ -39,10 +40,17 @@ def _dialect() -> Supported:
     return YES
 
 
-def supports(problem: Problem) -> Supported:
-    """Answers from the problem alone; does not touch the device and imports no triton."""
+def _on_hopper(problem: Problem) -> Supported:
     if problem.device != "cuda" or problem.arch is None or problem.arch // 10 != 9:
         return no(f"written for CUDA devices of sm_90; this is {problem.device} {problem.arch or ''}".rstrip())
+    return YES
+
+
+def supports(problem: Problem) -> Supported:
+    """Answers from the problem alone; does not touch the device and imports no triton."""
+    answer = _on_hopper(problem)
+    if not answer:
+        return answer
     answer = portable.supports(problem)
     if not answer:
         return answer
@@ -51,7 +59,7 @@ def supports(problem: Problem) -> Supported:
     d, dv = problem.dim("D"), problem.dim("Dv")
     if d != dv or d not in _WIDTHS:
         return no(f"head widths D = Dv of 64 or 128; they are {d} and {dv}")
-    if problem.present or problem.option("broadcast_q", False):
+    if problem.present & _BEYOND or problem.option("broadcast_q", False):
         return no("no bias, candidates, context, request sharing or shared q")
     return _dialect()
 
@@ -75,10 +83,40 @@ def backward(
     return run(problem, saved, dout, needs, only)
 
 
+def norm_linear_supports(problem: Problem) -> Supported:
+    """RMSNorm in half precision, a reduction in whole steps of 64."""
+    answer = _on_hopper(problem)
+    if not answer:
+        return answer
+    from gem_kernels.triton.dense import norm_linear
+
+    answer = norm_linear.supports(problem)
+    if not answer:
+        return answer
+    if problem.dtype("x") == torch.float32 or problem.option("kind") != "rms" or "residual" in problem.present:
+        return no("RMSNorm of bf16 or fp16 without a residual")
+    if problem.dim("K") % 64 or problem.dim("N") % 8:
+        return no(f"K in steps of 64 and N in steps of 8; they are {problem.dim('K')} and {problem.dim('N')}")
+    return _dialect()
+
+
+def _norm_linear_forward(problem: Problem, *tensors: Tensor | None) -> Any:
+    from gem_kernels.triton.hopper.norm_linear import forward as run
+
+    return run(problem, *tensors)
+
+
+def _norm_linear_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.dense.norm_linear import backward as run
+
+    return run(problem, saved, dout, needs)
+
+
 def specs() -> list[KernelSpec]:
-    """``hopper`` and ``hopper-only`` of both ops."""
+    """``hopper`` of the three ops, and ``hopper-only`` of the two attention ops."""
     found = [KernelSpec(op, "hopper", forward, backward, supports, PRIORITY) for op in ("jagged_attention", "gdpa")]
     for op in ("jagged_attention", "gdpa"):
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, supports, _FORCED))
+    found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, PRIORITY))
     return found

@@ -1,0 +1,54 @@
+"""Launching the Hopper kernel of `norm_linear`; the backward pass is the portable one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.contract import Problem
+from gem_kernels.triton.common.device import device_info
+from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.dense.norm_linear import fold
+from gem_kernels.triton.dense.support import rows_contiguous
+
+BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
+
+
+def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+            residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...]]:  # fmt: skip
+    """See `gem_core.ops.norm_linear`: x is read once and not written in normalised form."""
+    from gem_kernels.triton.hopper.norm_linear_fwd import hopper_norm_linear_fwd_kernel
+
+    rows, k = x.shape
+    n = w.shape[0]
+    y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    shift = None if b is None else b.float()
+    if norm_bias is not None:
+        moved = w.float() @ norm_bias.float()
+        shift = moved if shift is None else shift + moved
+    if rows:
+        given, folded = _addressable(rows_contiguous(x)), _addressable(fold(w, norm_weight))
+        tiles = -(-rows // 128) * -(-n // BLOCK_N)
+        launch(
+            hopper_norm_linear_fwd_kernel, (min(device_info(x.device).sms, tiles),), x.device,
+            _box(given, 128, BLOCK_K), _box(folded, BLOCK_N, BLOCK_K), _box(y, 64, BLOCK_N), rstd, shift, rows, problem.option("eps"),
+            N=n, K=k, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+    mean = torch.empty(0, dtype=torch.float32, device=x.device)
+    return (y, None), (x, w, b, norm_weight, norm_bias, mean, rstd)
+
+
+def _addressable(t: Tensor) -> Tensor:
+    """A base or a row step that is no multiple of 16 bytes is copied."""
+    return t if t.data_ptr() % 16 == 0 and t.stride(0) * 2 % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _box(t: Tensor, rows: int, columns: int) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = gl.float16 if t.dtype == torch.float16 else gl.bfloat16
+    return TensorDescriptor.from_tensor(t, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], dtype))

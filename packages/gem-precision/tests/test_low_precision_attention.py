@@ -18,6 +18,8 @@ POLICIES = {
     "dscores-e5m2": OpPrecision(dscores="e5m2"),
     "dscores-e4m3": OpPrecision(dscores="e4m3"),
     "strips": OpPrecision(block=(1, 32)),
+    "fp8": OpPrecision(block=(128, 128)),
+    "fp8-dscores-e4m3": OpPrecision(block=(128, 128), dscores="e4m3"),
 }
 
 
@@ -58,15 +60,17 @@ def tensors(lq: int, lk: int, h: int, d: int, hkv: int | None = None, seed: int 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 31, 32, 33, 100, 257, 1024, 4096])
 @pytest.mark.parametrize("op", ["softmax", "gelu"])
-def test_floors_at_all_lengths(op, length):
+@pytest.mark.parametrize("policy", ["default", "fp8"])
+def test_floors_at_all_lengths(policy, op, length):
     """Softmax over i.i.d. keys, and GDPA with the scores that QK-norm gives (unit variance)."""
     d = 64 if length >= 1024 else 128
     q, k, v, g = tensors(length, length, 1, d, seed=length)
     offsets = torch.tensor([0, length])
     if op == "softmax":
-        compare(ops.jagged_attention, q, k, v, g, offsets)
+        compare(ops.jagged_attention, q, k, v, g, offsets, precision=POLICIES[policy])
     else:
-        compare(ops.gdpa, q, k, v, g, offsets, activation="gelu", scale_in=d**-0.5, scale_out=1 / length)
+        options = {"activation": "gelu", "scale_in": d**-0.5, "scale_out": 1 / length}
+        compare(ops.gdpa, q, k, v, g, offsets, precision=POLICIES[policy], **options)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

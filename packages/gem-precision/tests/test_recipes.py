@@ -11,9 +11,13 @@ from torch import nn
 
 import gem_precision
 from gem_core.batch import Batch
+from gem_core.config import load_config, resolve
 from gem_core.errors import ConfigError
 from gem_core.plugins import manager
 from gem_core.testing.recipes import RecipeConformance, sqnr_db
+from gem_core.train import quickstart_path
+from gem_core.train.build import build_parts, build_source
+from gem_core.train.runtime import runtime
 from gem_precision.codecs import specs as codec_specs
 from gem_precision.guard import GuardConfig
 from gem_precision.linear import GroupedLinear, LowPrecisionLinear
@@ -132,7 +136,7 @@ def test_without_heads_the_last_linear_stays():
 
 
 def test_recipes_are_frozen_hashable_and_offered():
-    names = {"bf16", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp8-wgrad-bf16", "mxfp8-attention", "mx4-saved"}
+    names = {"bf16", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp8-wgrad-bf16", "mxfp8-attention", "fp8-attention", "mx4-saved"}
     assert set(gem_precision.recipes()) == names
     assert len({hash(r) for r in RECIPES.values()}) == len(names)
     for name in names:
@@ -230,3 +234,18 @@ def test_explain_command():
     rows = json.loads(result.output)
     assert {r["precision"] for r in rows} >= {"mxfp8", "bf16", "fp32", "mxfp8-attention"}
     assert all(r["why"] for r in rows)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-attention"])
+def test_a_recipe_adds_no_graph_break(recipe):
+    """The whole model: as many graphs as in bf16, whose only breaks are the look-ups."""
+    counts = []
+    for name in ("bf16", recipe):
+        torch._dynamo.reset()
+        resolved = resolve(load_config(quickstart_path(), {"precision.recipe": name, "data.batch_size": 16, "run.threads": 1}))
+        with runtime(resolved.config) as rt:
+            parts = build_parts(resolved, rt, trains=False)
+            parts.model.tables.forward = torch.compiler.disable(parts.model.tables.forward)
+            batch = next(iter(build_source(resolved, "train", rt)))
+            counts.append(torch._dynamo.explain(parts.model)(batch).graph_count)
+    assert counts[0] == counts[1]

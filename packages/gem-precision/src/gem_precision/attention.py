@@ -1,11 +1,12 @@
 """`jagged_attention` and `gdpa` with quantised operands, emulated: the numbers that a low-precision attention kernel must give.
 
-- Q, K, V and dO are quantised once, per head, in blocks (32x32: transpose-invariant) that begin at each sample's first row; every GEMM
-  reads the same codes. Under ``kv_index`` a request's rows are quantised by themselves, and so are a sample's own candidates.
+- Q, K, V and dO are quantised once, per head, in blocks that begin at each sample's first row; every GEMM reads the same codes. Blocks of
+  32x32 are MXFP8's; 128x128, with the same power-of-two scales, are what Hopper's FP8 products can take. Under ``kv_index`` a request's
+  rows are quantised by themselves, and so are a sample's own candidates.
 - Forward P of the softmax lies in [0, 1] because the row maximum is known, so its scale is the constant that puts 1 as high as the format
   allows without overflow (E4M3: 2^-8): no amax is needed. The row sum is taken of P before rounding, so lse is exact.
-- Elsewhere (P of gdpa, P in backward, dS) scales come from the amax of strips of 32 along the contraction, or of squares for dS, which is
-  contracted both ways.
+- Elsewhere (P of gdpa, P in backward, dS) scales come from the amax of strips of 32 along the contraction (64 with blocks of 128, the
+  tile of the FP8 kernel), or of squares for dS, which is contracted both ways.
 - delta of the softmax backward is the row sum of P dP in the same arithmetic as dP, so that the gradient of a row with one visible key
   is exactly zero.
 
@@ -23,10 +24,11 @@ from gem_core.ops.attention_reference import Gradients, Inputs, Sample, Saved, p
 from gem_core.ops.contract import YES, OpPrecision, Problem, Supported, no
 from gem_core.ops.contracts import GDPA
 from gem_precision.attention_site import report
-from gem_precision.formats import BLOCKS, ELEMENTS, element, encode, quantize_mx
+from gem_precision.formats import BLOCKS, ELEMENTS, element, encode, quantize_blocks
 from gem_precision.formats.elements import decode
 
 NAME = "mx_emulated"
+FP8_BLOCK = (128, 128)
 
 
 def supports(problem: Problem) -> Supported:
@@ -38,7 +40,7 @@ def supports(problem: Problem) -> Supported:
     for name in (p.operands, p.probabilities, p.dscores, p.backward):
         if name != "bf16" and name not in ELEMENTS:
             return no(f"no element format {name!r}")
-    if p.block not in BLOCKS:
+    if p.block not in (*BLOCKS, FP8_BLOCK):
         return no(f"no blocks of {p.block[0]}x{p.block[1]}")
     return YES
 
@@ -47,7 +49,7 @@ def _coded(x: Tensor, elem: str, block: tuple[int, int], rule: str, name: str | 
     """``x [..., R, C]`` through the format and back, fp32; reported as ``name`` while the module around is being measured."""
     if elem == "bf16":
         return x.to(torch.bfloat16).float()
-    q = quantize_mx(x, elem=elem, block=block, scale_rule=rule)  # type: ignore[arg-type]
+    q = quantize_blocks(x, element(elem), block, rule)  # type: ignore[arg-type]
     if name is not None and (tell := report()) is not None:
         tell(name, x, q)
     return q.dequantize(torch.float32)
@@ -86,12 +88,14 @@ class _CodedInputs(Inputs):
         """``[L, H, Dv]`` -> ``[H, L, Dv]`` in the format of backward."""
         return _coded(dout.transpose(0, 1), self.precision.backward, self.precision.block, self.precision.scale_rule)
 
-    def strips(self, p: Tensor, block: tuple[int, int]) -> Tensor:
-        """P for a GEMM that contracts along the long side of ``block``."""
-        return _coded(p, self.precision.probabilities, block, self.precision.scale_rule)
+    def strips(self, p: Tensor, along: int) -> Tensor:
+        """P for a GEMM that contracts along its last dim, or (``along`` -2) the one before."""
+        width = 64 if self.precision.block == FP8_BLOCK else 32
+        return _coded(p, self.precision.probabilities, (1, width) if along == -1 else (width, 1), self.precision.scale_rule)
 
     def dscores(self, ds: Tensor) -> Tensor:
-        return _coded(ds, self.precision.dscores, (32, 32), self.precision.scale_rule)
+        block = FP8_BLOCK if self.precision.block == FP8_BLOCK else (32, 32)
+        return _coded(ds, self.precision.dscores, block, self.precision.scale_rule)
 
 
 def jagged_attention_forward(problem: Problem, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor], Saved]:
@@ -130,7 +134,7 @@ def jagged_attention_backward(problem: Problem, saved: Saved, dout: Tensor, need
         d = problem.option("out_scale") * inputs.upstream(dout[s.out])
         dp = d @ inputs.keys(s, "v").transpose(1, 2)
         ds = p * (dp - (p * dp).sum(2, keepdim=True))
-        dv = inputs.strips(p, (32, 1)).transpose(1, 2) @ d
+        dv = inputs.strips(p, -2).transpose(1, 2) @ d
         gradients.add(s, inputs.dscores(ds), dv, scale)
     return gradients.result(needs)
 
@@ -141,7 +145,7 @@ def gdpa_forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Sav
     out = q.new_zeros(inputs.out_rows(), q.shape[1], v.shape[2])
     for s in inputs.samples():
         weights = pointwise(problem, inputs.scores(s, problem.option("scale_in")), activations.act, inputs.visible(s))
-        out[s.out] = (inputs.strips(weights, (1, 32)) @ inputs.keys(s, "v")).transpose(0, 1).to(q.dtype)
+        out[s.out] = (inputs.strips(weights, -1) @ inputs.keys(s, "v")).transpose(0, 1).to(q.dtype)
     return out, tensors
 
 
@@ -152,7 +156,7 @@ def gdpa_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[boo
     for s in inputs.samples():
         scores, visible = inputs.scores(s, scale), inputs.visible(s)
         d = inputs.upstream(dout[s.out])
-        dv = inputs.strips(pointwise(problem, scores, activations.act, visible), (32, 1)).transpose(1, 2) @ d
+        dv = inputs.strips(pointwise(problem, scores, activations.act, visible), -2).transpose(1, 2) @ d
         ds = pointwise(problem, scores, activations.act_grad, visible) * (d @ inputs.keys(s, "v").transpose(1, 2))
         gradients.add(s, inputs.dscores(ds), dv, scale)
     return gradients.result(needs)

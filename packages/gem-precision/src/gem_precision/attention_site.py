@@ -18,7 +18,8 @@ current: ContextVar[Site | None] = ContextVar("gem_precision_attention_site", de
 def watch_attention(module: nn.Module, site: Site) -> None:
     """Give ``module.attention_precision`` the site's precision, now and whenever it moves.
 
-    A site at its safest level is not probed: it comes back after the quiet period and is judged again then.
+    A site at its safest level is not probed: it comes back after the quiet period and is judged again then. Inside a compiled graph it is
+    not sampled either (which module an op belongs to cannot be told there): losses and NE drift watch it.
     """
 
     def changed(precision: Any) -> None:
@@ -29,10 +30,14 @@ def watch_attention(module: nn.Module, site: Site) -> None:
     tokens: list[Any] = []
 
     def before(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         site.enter(module.training and torch.is_grad_enabled())
         tokens.append(current.set(site if site.live else None))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         current.reset(tokens.pop())
 
     module.register_forward_pre_hook(before)

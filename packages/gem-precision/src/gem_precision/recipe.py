@@ -53,6 +53,7 @@ RECIPES = {
         Recipe("mxfp8", mx_linear()),
         Recipe("mxfp8-wgrad-bf16", mx_linear(wgrad=False)),
         Recipe("mxfp8-attention", mx_linear(), OpPrecision()),
+        Recipe("fp8-attention", fp8_linear("block"), OpPrecision(block=(128, 128))),
         Recipe("mx4-saved", saved="e2m1"),
     )
 }
@@ -216,7 +217,7 @@ def _policy(recipe: Recipe, config: RecipeConfig) -> LinearPolicy | None:
 
 
 def _linear_name(recipe: Recipe) -> str:
-    return "mxfp8" if recipe.name == "mxfp8-attention" else recipe.name
+    return {"mxfp8-attention": "mxfp8", "fp8-attention": "fp8-block"}.get(recipe.name, recipe.name)
 
 
 def _emulated(policy: LinearPolicy, device: torch.device) -> str:
@@ -276,7 +277,7 @@ def _attention_choice(name: str, recipe: Recipe, config: RecipeConfig, last: set
     if any(name == top or name.startswith(f"{top}.") for top in last):
         return Choice(name, "bf16", f"one of the last {config.last_layers} layers")
     precision = recipe.attention if config.scale_rule is None else replace(recipe.attention, scale_rule=config.scale_rule)
-    return Choice(name, "mxfp8-attention", f"recipe {recipe.name}", precision)
+    return Choice(name, recipe.name, f"recipe {recipe.name}", precision)
 
 
 def _linear(name: str, part: nn.Module, choice: Choice, config: RecipeConfig) -> Site:

@@ -96,9 +96,14 @@ def quantize_mx(
     if rounding == "stochastic":
         bits = random_bits(draw_seed(generator, x.device), tuple(x.shape))
     rows = x.reshape(1, -1) if x.dim() < 2 else x
-    exponents = scale_exponents(block_amax(rows, block), chosen, scale_rule)
-    data = encode_scaled(rows, exponents, block, chosen, bits if bits is None else bits.view(rows.shape))
-    return MX(data.view(x.shape) if x.dim() < 2 else data, exponents.view(-1) if x.dim() < 2 else exponents, elem, block)
+    q = quantize_blocks(rows, chosen, block, scale_rule, bits if bits is None else bits.view(rows.shape))
+    return MX(q.data.view(x.shape), q.scales.view(-1), elem, block) if x.dim() < 2 else q
+
+
+def quantize_blocks(x: Tensor, elem: Element, block: tuple[int, int], scale_rule: ScaleRule, bits: Tensor | None = None) -> MX:
+    """`quantize_mx` of ``x [..., R, C]`` in blocks of any size: no MX format, but how FP8 attention scales."""
+    exponents = scale_exponents(block_amax(x, block), elem, scale_rule)
+    return MX(encode_scaled(x, exponents, block, elem, bits), exponents, elem.name, block)
 
 
 def _checked(x: Tensor, elem: str, block: tuple[int, int], scale_rule: str, rounding: str) -> tuple[Element, tuple[int, int]]:

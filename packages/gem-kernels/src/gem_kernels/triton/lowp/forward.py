@@ -15,6 +15,8 @@ NATIVE    FP8 product x one number                      O += FP8 product x (a nu
 Tiles that no row may see are never visited (`attention.masks.key_walk`). Softmax is the online one of FlashAttention (arXiv 2205.14135).
 """
 
+# ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
+
 from __future__ import annotations
 
 import triton

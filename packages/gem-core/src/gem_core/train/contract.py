@@ -36,6 +36,7 @@ class DenseModule(Protocol):
       averages gradients over the ranks, as PyTorch's do, gives the gradient of the global mean loss.
     - Parameters of ``model.tables`` are not the dense strategy's business.
     - ``no_sync()``, where it exists, is entered for all micro-batches of a step but the last.
+    - ``describe()``, where it exists, gives lines for the head of the run.
     """
 
     def __call__(self, batch: Any) -> Any: ...

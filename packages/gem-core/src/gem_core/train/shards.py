@@ -19,8 +19,12 @@ State = Tensor | Shards
 
 
 def here(tensor: Tensor) -> Tensor:
-    """The values of ``tensor`` in this process: a DTensor's local tensor (the same storage), or the tensor itself."""
-    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return,attr-defined]
+    """The values of ``tensor`` in this process: a DTensor's local tensor (the same storage), or the tensor itself. A local tensor of a
+    strategy's own type tells its plain one as ``plain_values``."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return getattr(local, "plain_values", local)
 
 
 def is_dtensor(tensor: Any) -> bool:

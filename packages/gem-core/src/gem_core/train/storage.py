@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter, load, save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from gem_core.errors import CheckpointError
@@ -72,7 +74,7 @@ def read(folder: Path, part: str, targets: Mapping[str, State]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process reads alone, on purpose
-            load(state, storage_reader=Reader(folder), planner=_Load(), no_dist=True)  # type: ignore[arg-type]
+            load(state, storage_reader=Reader(folder), planner=_Load(), no_dist=True)
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
             raise
@@ -168,7 +170,7 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors = {_key(item.index): planner.resolve_data(item) for item in plan.items}
+        tensors: dict[str, Any] = {_key(item.index): planner.resolve_data(item) for item in plan.items}
         size = write_tensors(self.folder / self.name, tensors) if tensors else 0
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, size, self.name) for item in plan.items])

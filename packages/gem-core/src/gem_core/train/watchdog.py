@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gem_core.errors import GemError, PeerError
 
@@ -57,7 +58,7 @@ class Watchdog:
         if self.world > 1 and "MASTER_ADDR" in os.environ:
             # Connections of its own: those of the process group may be held by a call that waits.
             runs = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_RUNS)
-            self._store = dist.PrefixStore("gem-watchdog-{}-{}".format(*runs), self._connect())
+            self._store = PrefixStore("gem-watchdog-{}-{}".format(*runs), self._connect())
             self._beat()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -178,7 +179,7 @@ class Watchdog:
 
     def _connect(self) -> Any:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(5.0, self.silent_s)))
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(5.0, self.silent_s)))
 
     def _alarm(self, text: str) -> str:
         """Raise an alarm unless there is one; returns the one that counts."""

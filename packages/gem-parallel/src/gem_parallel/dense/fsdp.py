@@ -20,9 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gem_core.config import FrozenConfig
 from gem_core.errors import ConfigError
+from gem_core.plugins import manager
 from gem_core.train.mesh import Mesh
 from gem_parallel.dense.common import tables_of
 from gem_parallel.dense.experts import spread_experts
+from gem_parallel.dense.gathered import quantise_gathers
 from gem_parallel.mesh import data_mesh, dense_mesh
 
 Kind = Literal["fp32", "bf16"]
@@ -38,6 +40,7 @@ class FsdpConfig(FrozenConfig):
     param_dtype: Kind = Field("fp32", description="axis shard: what the layers' parameters are gathered and used in; fp32 masters stay")
     reduce_dtype: Kind = Field("fp32", description="axes shard and replicate: what gradients are reduced in")
     expert_dtype: Kind = Field("fp32", description="axis expert: what activations and their gradients travel in; fp32: as they are")
+    gather: str = Field("none", description="codec that the layers' matrices travel in over shard (mxfp8, say); none: in param_dtype")
     accumulate: Literal["reduced", "whole"] = Field(
         "reduced", description="micro-batches: reduce the gradients of each one, or keep whole gradients and reduce once (more memory)"
     )
@@ -78,6 +81,15 @@ def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
     layers = layers_of(model)
     if config.param_dtype == "bf16" and layers:
         layers[0].register_forward_pre_hook(_need_autocast)
+    codec = None if config.gather == "none" else manager().find("codec", config.gather)
+    quantised: tuple[list[str], list[str]] = [], []
+
+    def shard(part: nn.Module, over: DeviceMesh, reshard: bool) -> None:
+        if codec is not None:
+            for known, found in zip(quantised, quantise_gathers(part, codec, over.size(-1))):
+                known += found
+        fully_shard(part, mesh=over, mp_policy=inside, reshard_after_forward=reshard)
+
     inside = MixedPrecisionPolicy(_DTYPES[config.param_dtype], _DTYPES[config.reduce_dtype], cast_forward_inputs=False)
     outside = MixedPrecisionPolicy(None, _DTYPES[config.reduce_dtype], cast_forward_inputs=False)
     compiled = model._compiled_call_impl is not None
@@ -88,10 +100,10 @@ def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
         reshard = config.reshard_after_forward and i < len(layers) - config.keep_last
         for expert in experts:
             if any(part is expert for part in layer.modules()):
-                fully_shard(expert, mesh=_used(axes["replicate", "shard"]), mp_policy=inside, reshard_after_forward=reshard)
+                shard(expert, _used(axes["replicate", "shard"]), reshard)
         if compiled:
             layer.compile(dynamic=True)
-        fully_shard(layer, mesh=_used(data), mp_policy=inside, reshard_after_forward=reshard)
+        shard(layer, _used(data), reshard)
     for expert in experts:
         if not isinstance(expert, FSDPModule):
             fully_shard(expert, mesh=_used(axes["replicate", "shard"]), mp_policy=outside)
@@ -99,9 +111,22 @@ def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
     ignored = set(found[1].parameters()) if found else set()
     fully_shard(model, mesh=_used(data), mp_policy=outside, ignored_params=ignored)
     _prefetch(layers, config.prefetch)
+    lines = _told(mesh, layers, experts, config, *quantised)
+    model.describe = lambda: lines  # type: ignore[assignment]
     if config.accumulate == "whole":
         model.no_sync = _no_sync(cast(FSDPModule, model))  # type: ignore[assignment]
     return model
+
+
+def _told(
+    mesh: Mesh, layers: Sequence[nn.Module], experts: Sequence[nn.Module], config: FsdpConfig, taken: Sequence[str], left: Sequence[str]
+) -> list[str]:
+    lines = [f"dense part: {len(layers)} layers sharded over {mesh.shard * mesh.expert} processes, {config.prefetch} gathered ahead"]
+    if experts:
+        lines.append(f"experts: {len(experts)} in this process, each sharded over {mesh.shard}")
+    if config.gather != "none":
+        lines.append(f"gathered in {config.gather}: {len(taken)} matrices; not {len(left)}, whose shards are no multiple of its blocks")
+    return lines
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

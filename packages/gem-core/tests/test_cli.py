@@ -225,3 +225,20 @@ def test_importing_the_core_loads_no_plugin():
     code = "import gem_core, gem_core.config, gem_core.plugins as p, sys; assert p._manager is None; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_help_prints_brackets_as_they_are(capsys):
+    from typer.testing import CliRunner
+
+    groups = CommandGroups()
+
+    @groups.command()
+    def first() -> None:
+        """Checks the [features] table."""
+
+    @groups.command()
+    def second() -> None:
+        """Another."""
+
+    result = CliRunner().invoke(groups.assemble(), ["first", "--help"])
+    assert "Checks the [features] table." in result.output

@@ -37,7 +37,7 @@ class _Commands(typer.Typer):
     """A Typer application that knows who registered each command."""
 
     def __init__(self, owners: CommandGroups, path: str, **settings: Any) -> None:
-        super().__init__(no_args_is_help=True, pretty_exceptions_enable=False, **settings)
+        super().__init__(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", **settings)
         self._owners, self._path = owners, path
         self.names: dict[str, str] = {}
 

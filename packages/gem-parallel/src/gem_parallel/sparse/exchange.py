@@ -27,7 +27,7 @@ from gem_parallel.sparse.layout import Layout
 
 
 @dataclass
-class Reads:
+class Demand:
     """What this rank's units are asked for by all model ranks: per unit ``positions [V]``, ``offsets [bags+1]`` and weights."""
 
     positions: list[Tensor]
@@ -169,7 +169,7 @@ class Routes:
         return Sizes(group, position, lengths, self._send_order(segment, bounds), numbers, ready)
 
     @torch.no_grad()
-    def finish(self, sizes: Sizes) -> tuple[Reads, Asked]:
+    def finish(self, sizes: Sizes) -> tuple[Demand, Asked]:
         """Exchange the ids: what this rank's units shall look up, and how its own answers come together. Waits for the sizes.
 
         :raises DataError: an id outside its table, on this rank or on one that asks this one.
@@ -260,7 +260,7 @@ class Routes:
         segment_ids: list[int],
         per_rank: list[list[int]],
         order: Tensor | None,
-    ) -> tuple[Reads, Asked]:
+    ) -> tuple[Demand, Asked]:
         lane, model, mine = self.axes.inputs, self.layout.model, self.axes.model_rank
         pooled_here = [sum(not self.segments[i].single for i in self._by_place[mine, u]) for u in range(len(self.units))]
         pooled_to = [sum(1 for i in self.pooled if self.segments[i].owner == m) for m in range(model)]
@@ -271,7 +271,7 @@ class Routes:
         position = lane.all_to_all(position, ids_from, ids_to)
         if weights is not None:
             weights = lane.all_to_all(weights.float(), ids_from, ids_to)
-        reads = Reads([], [], [], [[] for _ in range(model)])
+        reads = Demand([], [], [], [[] for _ in range(model)])
         ids_at, bags_at = _starts(ids_from), _starts(bags_from)
         for u, pooled in enumerate(pooled_here):
             ranges, sizes = [], []
@@ -313,7 +313,7 @@ class Routes:
 
     # Answers
 
-    def answer(self, found: list[Tensor], reads: Reads, asked: Asked) -> list[Tensor]:
+    def answer(self, found: list[Tensor], reads: Demand, asked: Asked) -> list[Tensor]:
         """From the sums of this rank's units (``[bags, dim]`` fp32 each) to the results of its own look-ups, in their order."""
         dims = [[u.dim for u in units] for units in self.layout.units]
         mine = dims[self.axes.model_rank]
@@ -359,7 +359,7 @@ class Routes:
             i: asked.order[starts[i] : starts[i] + asked.segment_ids[i]] - bounds[s.key] for i, s in enumerate(self.segments) if s.single
         }
 
-    def give_back(self, gradients: list[Tensor | None], reads: Reads, asked: Asked, factor: float) -> list[Tensor]:
+    def give_back(self, gradients: list[Tensor | None], reads: Demand, asked: Asked, factor: float) -> list[Tensor]:
         """Gradients of the results, times ``factor``, to those of the sums of this rank's units; the reverse of `answer`."""
         places, pieces = self._places(asked), []
         scaled: dict[int, Tensor] = {}

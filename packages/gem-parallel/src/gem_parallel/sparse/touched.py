@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gem_parallel.sparse.comm import Axes, Lane
-from gem_parallel.sparse.exchange import Reads, by_rank, by_unit
-from gem_parallel.sparse.rowwise import Reads as RowReads
+from gem_parallel.sparse.exchange import Demand, by_rank, by_unit
+from gem_parallel.sparse.rowwise import Reads
 from gem_parallel.sparse.rowwise import segment_sum
 from gem_parallel.sparse.units import TouchedUnit
 
@@ -23,7 +23,7 @@ from gem_parallel.sparse.units import TouchedUnit
 class Wanted:
     """What replicas want of each other in one step. Counts are by replica and unit."""
 
-    reads: list[RowReads]
+    reads: list[Reads]
     offsets: list[Tensor]
     weights: list[Tensor | None]
     mine: list[list[int]]
@@ -39,10 +39,10 @@ class TouchedExchange:
         self.units, self.axes = units, axes
 
     @torch.no_grad()
-    def want(self, reads: Reads) -> Wanted:
+    def want(self, reads: Demand) -> Wanted:
         """Find the distinct rows and tell their holders. Waits for the device: numbers of rows are sizes of messages."""
         axes, replica = self.axes, self.axes.replica
-        found = [RowReads.of(p, o, w) for p, o, w in zip(reads.positions, reads.offsets, reads.weights)]
+        found = [Reads.of(p, o, w) for p, o, w in zip(reads.positions, reads.offsets, reads.weights)]
         edges = []
         for unit, r in zip(self.units, found):
             # The row stacks of replicas follow one another in a unit's positions.

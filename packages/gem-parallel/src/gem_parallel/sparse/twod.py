@@ -32,7 +32,7 @@ from gem_core.train.mesh import Mesh
 from gem_parallel.sparse.comm import Axes, axes
 from gem_parallel.sparse.config import FbgemmConfig, Gem2dConfig
 from gem_parallel.sparse.engines import DTYPES, build_engine, engine_for
-from gem_parallel.sparse.exchange import Asked, Reads, Routes, Sizes
+from gem_parallel.sparse.exchange import Asked, Demand, Routes, Sizes
 from gem_parallel.sparse.initial import draw
 from gem_parallel.sparse.layout import arrange
 from gem_parallel.sparse.place import placed
@@ -66,7 +66,7 @@ def build_gem_2d(tables: TableSet, mesh: Mesh, config: Gem2dConfig) -> nn.Module
 class Step:
     """One batch on its way: what was exchanged, and the engines' tickets once it was looked up for training."""
 
-    reads: Reads
+    reads: Demand
     asked: Asked
     wanted: Wanted | None = None
     tickets: Any = None
@@ -279,7 +279,7 @@ class Tables2d(nn.Module):
         else:
             self._update_whole(step.tickets, given)
 
-    def _look_up_whole(self, reads: Reads, trains: bool) -> tuple[list[Tensor], list[Any]]:
+    def _look_up_whole(self, reads: Demand, trains: bool) -> tuple[list[Tensor], list[Any]]:
         article = self.config.schedule == "article"
         found, tickets = [], []
         self._gather_ahead(with_state=not article)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gem_parallel.sparse.comm import Axes, Lane
 from gem_parallel.sparse.exchange import Demand, by_rank, by_unit
-from gem_parallel.sparse.rowwise import Reads
-from gem_parallel.sparse.rowwise import segment_sum
+from gem_parallel.sparse.rowwise import Reads, segment_sum
 from gem_parallel.sparse.units import TouchedUnit
 
 

@@ -11,15 +11,18 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.errors import DeviceError, NumericsError
 from gem_core.hookspecs import Guard
+from gem_core.ops.contract import OpPrecision
 from gem_precision.formats import quantize_mx
 from gem_precision.guard import GuardConfig
 from gem_precision.kernels.quantize import TILES, quantize_matrix
@@ -155,6 +158,47 @@ def linear_speed(width: int, policies: Mapping[str, LinearPolicy] | None = None,
     return rows_out
 
 
+def attention_speed(samples: int = 512, longest: int = 1024, heads: int = 4, width: int = 128) -> list[dict[str, Any]]:
+    """Forward, and forward with backward, of self-attention over ``samples`` histories of 1 to ``longest`` events: bf16 against quantised.
+
+    :raises NumericsError: a result below 15 dB against bf16.
+    """
+    require_cuda()
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, longest + 1, (samples,), generator=generator)
+    offsets = F.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
+    n = int(lengths.sum())
+    q, k, v, g = (torch.randn(n, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for t in (q, k, v):
+        t.requires_grad_()
+    flops = 4.0 * heads * width * float(lengths.double().square().sum())
+    precisions = {"bf16": None, "fp8": OpPrecision(block=(128, 128)), "mxfp8": OpPrecision()}
+    found = []
+    for op in ("jagged_attention", "gdpa"):
+        options = {"activation": "fast_gelu", "scale_in": width**-0.5} if op == "gdpa" else {}
+        runs: dict[str, Callable[[], Tensor]] = {}
+        for name, precision in precisions.items():
+            runs[name] = partial(getattr(ops, op), q, k, v, offsets, max_q_len=longest, max_k_len=longest, precision=precision, **options)
+        reference = runs["bf16"]().detach()
+        for name in ("fp8", "mxfp8"):
+            _check((reference.flatten(1),), (runs[name]().detach().flatten(1),), f"{op} {name}", {"out": 15.0})
+        forward = interleaved({name: torch.no_grad()(run) for name, run in runs.items()})
+        both = interleaved({name: partial(_with_gradients, run, (q, k, v), g) for name, run in runs.items()})
+        for name in precisions:
+            ms, total = forward[name]["graph_ms"], both[name]["graph_ms"]
+            found.append(
+                {
+                    "op": op, "precision": name, "forward_ms": ms, "both_ms": total, "forward_tflops": flops / ms / 1e9,
+                    "ratio": forward["bf16"]["graph_ms"] / ms, "ratio_both": both["bf16"]["graph_ms"] / total,
+                }
+            )  # fmt: skip
+    return found
+
+
+def _with_gradients(run: Callable[[], Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(run(), inputs, g)
+
+
 def guard_overhead(width: int = 2048, layers: int = 8, rows: int = 65_536, rounds: int = 9) -> dict[str, Any]:
     """What watching costs a training step of ``layers`` linears in fp8-block: wall milliseconds of a step without the guard, of one between
     two samples and of a sampled one, medians of interleaved rounds; ``overhead`` is the mean share at the default rhythm."""
@@ -193,12 +237,12 @@ def guard_overhead(width: int = 2048, layers: int = 8, rows: int = 65_536, round
     return {"device": device, "width": width, "layers": layers, "rows": rows, **ms, "overhead": overhead}
 
 
-def _check(reference: tuple[Tensor, ...], found: tuple[Tensor, ...], where: str) -> None:
-    for name, a, b in zip(FLOORS, reference, found):
+def _check(reference: tuple[Tensor, ...], found: tuple[Tensor, ...], where: str, floors: Mapping[str, float] = FLOORS) -> None:
+    for name, a, b in zip(floors, reference, found):
         a, b = a.detach()[:8192].double(), b.detach()[:8192].double()
         sqnr = float(10 * torch.log10(a.square().sum() / (a - b).square().sum()))
-        if not sqnr >= FLOORS[name]:
-            raise NumericsError(f"{name} has {sqnr:.1f} dB, the floor is {FLOORS[name]:.0f}", where=where)
+        if not sqnr >= floors[name]:
+            raise NumericsError(f"{name} has {sqnr:.1f} dB, the floor is {floors[name]:.0f}", where=where)
 
 
 def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[str, Any]:
@@ -221,7 +265,12 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
         "rows": ROWS,
         "command": "gemrec bench precision",
     }
-    result = header | {"quantise": quantise_rates(tiles=candidates), "linear": speeds, "guard": [guard_overhead()]}
+    result = header | {
+        "quantise": quantise_rates(tiles=candidates),
+        "linear": speeds,
+        "attention": attention_speed(),
+        "guard": [guard_overhead()],
+    }
     out.mkdir(parents=True, exist_ok=True)
     (out / "precision.json").write_text(json.dumps(result, indent=1) + "\n")
     family = {"fp8-block": "fp8128", "fp8-rowwise": "fp80", "mxfp8": "mx32"}

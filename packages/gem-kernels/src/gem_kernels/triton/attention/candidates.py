@@ -57,7 +57,7 @@ def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     if p.time:
         return _for_chip([_forward(64, 32, 8, 2), _forward(64, 32, 4, 2)], info)
     if wide <= 64:
-        found = [_forward(rows, 64, rows // 16, 3), _forward(rows, 128, rows // 16, 2), _forward(64, 64, 4, 3)]
+        found = [_forward(64, 64, 4, 3), _forward(128, 64, 8, 3), _forward(rows, 128, rows // 16, 2)]
     elif wide <= 128 and rows == 64:
         found = [_forward(64, 64, 4, 2), _forward(64, 32, 4, 3, maxnreg=160), _forward(128, 32, 8, 4, maxnreg=128)]
         found += [_forward(64, 64, 4, 2, PERSISTENT=2), _forward(64, 128, 4, 2), _forward(128, 64, 8, 2)]
@@ -100,7 +100,7 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     elif p.time:
         found = [_config(64, 32, 8, 2)]
     elif wide <= 64:
-        found = [_config(rows, 64, rows // 16, 3), _config(rows, 128, 8, 2), _config(64, 64, 4, 3)]
+        found = [_config(64, 64, 4, 3), _config(128, 64, 8, 3), _config(rows, 128, 8, 2)]
     elif wide <= 128:
         found = [_config(128, 64, 8, 2), _config(64, 64, 4, 2), _config(128, 32, 8, 3), _config(64, 32, 4, 3), _config(64, 128, 8, 2)]
         if rows == 64:
@@ -131,7 +131,7 @@ def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
     elif p.time:
         found = [_config(16, 64, 8, 2)]
     elif wide <= 64:
-        found = [_config(64, 128, 8, 3), _config(64, 64, 4, 3), _config(128, 64, 8, 2)]
+        found = [_config(64, 64, 4, 3), _config(64, 128, 8, 3), _config(128, 64, 8, 2)]
     elif wide <= 128:
         found = [_config(32, 128, 8, 3), _config(64, 64, 4, 2), _config(64, 128, 8, 2), _config(32, 64, 4, 2), _config(32, 64, 4, 3)]
         if p.k_bound <= 256 or 0 < p.band <= 512:

@@ -1,0 +1,56 @@
+"""Compiles the Hopper kernels of benchmark rows for sm_90, without a GPU, and prints what the compiler made of them as JSON.
+
+    TRITON_INTERPRET=0 python hopper_compile_probe.py self-1024-s0.5:gdpa:forward ...
+
+A process of its own: where kernels are interpreted, they cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from gem_core.ops.contracts import GDPA
+from gem_kernels.bench import _dense_rows
+from gem_kernels.bench.attention_rows import ROWS, Data, small
+from gem_kernels.triton.common.launch import Compiled, compile_only
+from gem_kernels.triton.hopper.spec import specs
+
+INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor.4d.shared", "cp.async.bulk.tensor.4d.global", "setmaxnreg", "red.global", "atom.global")
+
+
+def attention(name: str, op: str, pass_: str) -> None:
+    row = small(next(r for r in ROWS if r.name == name))
+    data = Data(row, "cpu")
+    spec = next(s for s in specs() if (s.op, s.name) == (op, "hopper-only"))
+    problem, tensors = data.problem(op), tuple(data.tensors.values())
+    if pass_ == "forward":
+        spec.forward(problem, *tensors)
+    else:
+        saved = tensors if op == "gdpa" else (*tensors, data.dout, torch.zeros(row.heads, data.dout.shape[0]))
+        spec.backward(problem, saved, data.dout, tuple(data.tensors[n] is not None for n in GDPA.differentiable))
+
+
+def norm_linear() -> None:
+    case = next(r for r in _dense_rows.ROWS if r.name == "norm_linear-rms").build("cpu")
+    next(s for s in specs() if s.op == "norm_linear").forward(case.problem(), *case.tensors())
+
+
+def told(job: str, built: Compiled) -> dict[str, object]:
+    use = {name: getattr(built, name) for name in ("kernel", "spills", "stack", "shared", "warnings")}
+    return {"job": job, **use, "counts": {name: built.ptx.count(name) for name in INSTRUCTIONS}}
+
+
+def main(jobs: list[str]) -> None:
+    for job in jobs:
+        with compile_only("sm_90", every_candidate=True) as built:
+            norm_linear() if job == "norm_linear" else attention(*job.split(":"))
+        for b in built:
+            if b.kernel.startswith("hopper"):
+                print(json.dumps(told(job, b)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

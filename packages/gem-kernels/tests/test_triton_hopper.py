@@ -1,0 +1,113 @@
+"""The Hopper kernels without a GPU: what the compiler makes of them, what they refuse, and that asking imports no triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gem_core.ops.contract import Problem
+from gem_kernels.triton.hopper import spec
+
+PROBE = Path(__file__).with_name("hopper_compile_probe.py")
+JOBS = (
+    "self-1024-s0.5:gdpa:forward", "causal-1024-s0.5:jagged_attention:forward", "self-1024-s0.5:jagged_attention:backward",
+    "window128-4096:gdpa:backward", "norm_linear",
+)  # fmt: skip
+PROBLEM = Problem(
+    "gdpa", "cuda", 90, (("q", torch.bfloat16), ("k", torch.bfloat16), ("v", torch.bfloat16)),
+    (("H", 4), ("Hkv", 2), ("D", 64), ("Dv", 64)), (("broadcast_q", False),), frozenset({"q_offsets", "k_offsets"}),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    pytest.importorskip("triton")
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        pytest.skip("this triton has no NVIDIA back end")
+    if not spec._dialect():
+        pytest.skip(spec._dialect().reason)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(PROBE), *JOBS], capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_instructions(compiled: list[dict]) -> None:
+    """Warpgroup products that are not serialised, bulk tensor copies in and out, registers moved to the consumers, no atomics."""
+    assert {k["kernel"] for k in compiled} == {
+        "hopper_fwd_kernel", "hopper_bwd_dq_kernel", "hopper_bwd_dkdv_kernel", "hopper_norm_linear_fwd_kernel",
+    }  # fmt: skip
+    for kernel in compiled:
+        counts = kernel["counts"]
+        assert counts["wgmma.mma_async"], kernel
+        assert counts["setmaxnreg"], kernel
+        assert not kernel["warnings"], kernel
+        assert not counts["red.global"], kernel
+        assert not counts["atom.global"], kernel
+        if kernel["job"] != "norm_linear":
+            assert counts["cp.async.bulk.tensor.4d.shared"], kernel
+            assert counts["cp.async.bulk.tensor.4d.global"], kernel
+
+
+@pytest.mark.slow
+def test_resources(compiled: list[dict]) -> None:
+    """Everything fits on an SM; only the key side of the backward pass keeps some addresses (no tiles) on the stack."""
+    for kernel in compiled:
+        assert kernel["shared"] <= 227 << 10, kernel
+        limit = 512 if kernel["kernel"] == "hopper_bwd_dkdv_kernel" else 0
+        assert kernel["spills"] <= limit, kernel
+
+
+def test_supported() -> None:
+    if not spec._dialect():
+        pytest.skip(spec._dialect().reason)
+    assert spec.supports(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": 100}, "sm_90"),
+        ({"device": "cpu", "arch": None}, "sm_90"),
+        ({"dims": (("H", 4), ("Hkv", 2), ("D", 96), ("Dv", 96))}, "96"),
+        ({"dims": (("H", 4), ("Hkv", 2), ("D", 64), ("Dv", 128))}, "128"),
+        ({"present": frozenset({"num_targets"})}, "candidates"),
+        ({"options": (("broadcast_q", True),)}, "shared q"),
+        ({"dtypes": tuple((n, torch.float32) for n in "qkv")}, "bf16"),
+    ],
+)
+def test_refusals_say_why(change: dict, reason: str) -> None:
+    answer = spec.supports(replace(PROBLEM, **change))
+    assert not answer
+    assert reason in answer.reason
+
+
+def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec._dialect.cache_clear()
+    monkeypatch.setattr(spec.importlib.metadata, "version", lambda name: "3.9.1")
+    answer = spec.supports(PROBLEM)
+    spec._dialect.cache_clear()
+    assert not answer
+    assert "3.9.1" in answer.reason
+
+
+def test_asking_imports_no_triton() -> None:
+    code = (
+        "import sys, torch\n"
+        "from gem_core.ops.contract import Problem\n"
+        "from gem_kernels.triton.hopper.spec import specs\n"
+        "p = Problem('gdpa', 'cuda', 90, (('q', torch.bfloat16),), (('H', 1), ('Hkv', 1), ('D', 64), ('Dv', 64)))\n"
+        "specs()[0].supports(p)\n"
+        "assert 'triton' not in sys.modules, 'triton was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

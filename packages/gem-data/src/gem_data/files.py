@@ -64,9 +64,7 @@ def find_files(paths: Path | Sequence[Path], root: str = ".") -> list[DataFile]:
 
 def _expand(path: Path, root: str) -> list[tuple[pafs.FileSystem, str, str]]:
     """(filesystem, path in it, base folder for partitions) of every file that ``path`` stands for, sorted."""
-    path = os.fspath(path)
-    full = path if "://" in path or os.path.isabs(path) else (f"{root.rstrip('/')}/{path}" if "://" in root else os.path.join(root, path))
-    filesystem, inner = _filesystem(full)
+    filesystem, inner, full = filesystem_of(path, root)
     local = isinstance(filesystem, pafs.LocalFileSystem)
     if local and any(c in inner for c in "*?[") and not os.path.exists(inner):
         matches = sorted(glob.glob(inner, recursive=True))
@@ -94,6 +92,13 @@ def _expand(path: Path, root: str) -> list[tuple[pafs.FileSystem, str, str]]:
             "the folder holds no Parquet file", where=full, fix="name a folder with *.parquet files, or run 'gemrec data convert' first"
         )
     return [(filesystem, f, inner) for f in files]
+
+
+def filesystem_of(path: Path, root: str) -> tuple[pafs.FileSystem, str, str]:
+    """(filesystem, path in it, whole path) of a path that may be relative to ``root``."""
+    path = os.fspath(path)
+    full = path if "://" in path or os.path.isabs(path) else (f"{root.rstrip('/')}/{path}" if "://" in root else os.path.join(root, path))
+    return *_filesystem(full), full
 
 
 def _filesystem(path: str) -> tuple[pafs.FileSystem, str]:

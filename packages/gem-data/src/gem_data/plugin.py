@@ -17,9 +17,10 @@ class Plugin:
 
     @hookimpl
     def gem_sources(self) -> list[SourceSpec]:
+        from gem_data.follow import FOLLOW
         from gem_data.spec import SPEC
 
-        return [SPEC]
+        return [SPEC, FOLLOW]
 
     @hookimpl
     def gem_commands(self, app: CommandGroups) -> None:

@@ -155,6 +155,9 @@ class Eval(FrozenConfig):
         None, description="metric of the first task, as METRIC or TASK.METRIC; None: ne, for retrieval ndcg@10 (or of the first k)"
     )
     restore_best: bool = Field(False, description="final evaluation and final checkpoint use the best parameters seen")
+    before_training: bool = Field(
+        False, description="with a source that follows partitions: evaluate each new partition, then train on it (progressive validation)"
+    )
     ranking: Ranking = Ranking()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gem_core.config import Config, resolve
-from gem_core.errors import GemError, NumericsError, RunError
+from gem_core.errors import ConfigError, GemError, NumericsError, RunError
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.train import state
@@ -123,6 +123,13 @@ class Trainer:
         self.record: dict[str, Any] = {}
         self.evaluated_at = self.saved_at = -1
         self.position: dict[str, Any] | None = None
+        self.partition: str | None = None
+        if self.config.eval.before_training and not hasattr(source, "partition_source"):
+            raise ConfigError(
+                f"the source {self.config.data.source!r} has no partitions to evaluate before training",
+                where="eval.before_training",
+                fix="use a source that follows partitions, or leave it out",
+            )
         self.window = {"loss": 0.0, "weight": 0.0, "grad_norm": 0.0}
         self.skipped = self.skipped_in_a_row = self.saved_batches = 0
         self.wall_before = self.saving_s = 0.0
@@ -193,6 +200,7 @@ class Trainer:
         self.meter.mark(None)
         for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
             self.meter.mark("data")
+            self._evaluate_ahead(batches[0])
             lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
             info.step += 1
             self.watch.note(info.step, "training step")
@@ -315,19 +323,27 @@ class Trainer:
 
     # Evaluation, checkpoints, the end
 
-    def _evaluate(self, final: bool = False) -> None:
-        """Evaluate; ``final`` leaves the search for the best alone."""
+    def _evaluate_ahead(self, fed: Fed) -> None:
+        """With ``eval.before_training``: evaluate the partition of a batch that is the first of it."""
+        partition = fed.position["source"].get("partition")
+        if self.config.eval.before_training and partition != self.partition:
+            self._evaluate(final=True, partition=partition)
+        self.partition = partition
+
+    def _evaluate(self, final: bool = False, partition: str | None = None) -> None:
+        """Evaluate, on the evaluation split or on a partition of the training source; ``final`` leaves the search for the best alone."""
         started = time.perf_counter()
         self.watch.note(self.info.step, "evaluation")
-        source = build_source(self.resolved, "eval", self.runtime)
+        source = build_source(self.resolved, "eval", self.runtime) if partition is None else self.feed.source.partition_source(partition)  # type: ignore[attr-defined]
         self.results, samples = evaluate(self.parts.module, self.parts.model, source, self.config.eval, self.tasks, self.runtime)
-        self.evaluated_at = self.info.step
+        self.evaluated_at = self.info.step if partition is None else -1
         self.record = {
             "step": self.info.step,
             "samples": self.info.samples,
             **result_record(self.results),
             "eval_samples": samples,
             "eval_s": time.perf_counter() - started,
+            **({} if partition is None else {"partition": partition}),
         }
         self._each("on_eval", self.results, self.record)
         if not final and self.best.update(self.results, self.info.step) and self.config.eval.restore_best:
@@ -384,6 +400,7 @@ class Trainer:
         self.position = state.load_rank(checkpoint, self.runtime)
         if self.position is not None:
             self.feed.load_position(self.position)
+            self.partition = self.position["source"].get("partition")
         for line in state.version_changes(checkpoint):
             self._say(line)
         if self.runtime.main:

@@ -1,0 +1,191 @@
+"""Following a folder to which partitions are added, hour by hour: each is read once, in the order of the names, and then the next.
+
+A partition is a folder or a Parquet file directly in the followed folder. It is read when it is complete: when its folder holds the marker
+file, and when ``lag`` later partitions are there. The watermark is the name of the last partition that was read to its end; one that comes
+with a name below it is late: it is not read, and that is said and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from pydantic import Field
+
+from gem_core.batch import Batch
+from gem_core.config.features import Features
+from gem_core.errors import ConfigError, DataError
+from gem_core.hookspecs import SourceSpec
+from gem_core.sources.hashing import key_of, mix64, salt_of
+from gem_data.config import ParquetConfig
+from gem_data.files import filesystem_of
+from gem_data.spec import build_parquet
+
+_log = logging.getLogger(__name__)
+
+
+class FollowConfig(ParquetConfig):
+    """``[data.parquet-follow]``: as ``[data.parquet]``, but ``train`` is one folder that is followed."""
+
+    marker: str | None = Field(
+        "_SUCCESS", description="file that a complete partition's folder holds; None: it is complete when it is there"
+    )
+    lag: int = Field(0, ge=0, description="newest partitions that are left alone until later ones are there")
+    poll_s: float = Field(10.0, gt=0, description="seconds between looks at the folder")
+    idle_s: float | None = Field(None, ge=0, description="end when no partition has come for so many seconds; None: wait for ever")
+    start: str | None = Field(None, description="name of the first partition to read")
+    stop: str | None = Field(None, description="name of the last partition to read")
+
+
+class Following:
+    """The training source of ``parquet-follow``: one iteration goes through the partitions until ``stop`` or ``idle_s`` ends it.
+
+    Batches never mix partitions. A new iteration goes on where the last one was left. The state is the partition's name and the position in
+    it, for any other number of ranks and batch size. ``late`` counts partitions that came too late.
+
+    :raises DataError: the folder cannot be read; everything that `ParquetSource` refuses in a partition.
+    """
+
+    def __init__(
+        self,
+        config: FollowConfig,
+        features: Features,
+        *,
+        batch_size: int,
+        shard: tuple[int, int] = (0, 1),
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        paths = config.paths("train")
+        if len(paths) != 1:
+            raise ConfigError("one folder is followed, not several", where="data.parquet-follow.train", fix='set train = "folder"')
+        self.config, self.features = config, features
+        self._how: dict[str, Any] = {"batch_size": batch_size, "shard": shard, "drop_last": drop_last}
+        self._seed = seed
+        self.folder = paths[0].rstrip("/")
+        self.partition: str | None = None
+        """Name of the partition that the last batch is from."""
+        self.watermark: str | None = None
+        self._inside: dict[str, Any] | None = None
+        self._reading: Any = None
+        self.late = 0
+        self._read = 0
+        self._known: set[str] | None = None
+
+    def partition_source(self, name: str) -> Any:
+        """The rows of one partition in the order of its files, as an evaluation split."""
+        where = self.config.model_copy(update={"eval": (f"{self.folder}/{name}",), "eval_filter": self.config.train_filter})
+        return build_parquet(where, self.features, split="eval", seed=self._seed, **{**self._how, "drop_last": False})
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            inside, self._inside = self.state_dict()["inside"], None
+            name = self.partition if inside is not None else self._next()
+            if name is None:
+                return
+            source = self._training_source(name)
+            if inside is not None:
+                source.load_state_dict(inside)
+            self.partition, self._reading = name, source
+            yield from source
+            self.watermark, self._reading, self._read = name, None, self._read + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        inside = self._inside if self._reading is None else self._reading.state_dict()
+        return {"partition": self.partition, "watermark": self.watermark, "inside": inside, "read": self._read, "late": self.late}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.partition, self.watermark, self._inside, self._reading = state["partition"], state["watermark"], state["inside"], None
+        self._read, self.late, self._known = state["read"], state["late"], None
+
+    def _training_source(self, name: str) -> Any:
+        where = self.config.model_copy(update={"train": (f"{self.folder}/{name}",)})
+        seed = mix64(key_of(self._seed) ^ salt_of(name)) >> 1
+        return build_parquet(where, self.features, split="train", seed=seed, **self._how)
+
+    def _next(self) -> str | None:
+        """The next partition to read, waited for; None: there is none to come."""
+        config, since = self.config, time.monotonic()
+        while True:
+            names = self._complete()
+            after = [n for n in names if (self.watermark is None or n > self.watermark) and (config.start is None or n >= config.start)]
+            self._note_late(names)
+            if after and (config.stop is None or after[0] <= config.stop):
+                return after[0]
+            if config.stop is not None and (after or (self.watermark is not None and self.watermark >= config.stop)):
+                return None
+            if config.idle_s is not None and time.monotonic() - since >= config.idle_s:
+                return None
+            time.sleep(config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s))
+
+    def _note_late(self, names: list[str]) -> None:
+        """Say which partitions below the watermark were not there when their turn was."""
+        if self.watermark is None:
+            return
+        below = {n for n in names if n <= self.watermark and (self.config.start is None or n >= self.config.start)}
+        fresh = sorted(below - self._known - {self.watermark}) if self._known is not None else []
+        missed = len(fresh) if self._known is not None else len(below) - self._read - self.late
+        self._known = below | (self._known or set())
+        if missed > 0:
+            self.late += missed
+            which = ", ".join(fresh) or "which of them cannot be told after resuming"
+            _log.warning(
+                "%d partition(s) of %s came after %s had been read and are left out: %s", missed, self.folder, self.watermark, which
+            )
+
+    def _complete(self) -> list[str]:
+        """Names of the complete partitions, sorted."""
+        filesystem, inner, shown = filesystem_of(self.folder, self.config.root)
+        try:
+            entries = filesystem.get_file_info(pafs.FileSelector(inner, recursive=False))
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"the followed folder cannot be read: {error}",
+                where=shown,
+                fix="make it before the run starts; check permissions and the connection",
+            ) from error
+        found = [
+            entry
+            for entry in sorted(entries, key=lambda e: e.base_name)
+            if entry.base_name[:1] not in "._"
+            and (entry.type == pafs.FileType.Directory or entry.base_name.endswith((".parquet", ".pq", ".parq")))
+        ]
+        ready = []
+        for entry in found[: len(found) - self.config.lag]:
+            if self._lacks_marker(filesystem, entry):
+                # Later partitions wait for one that is not complete: the order is that of the names.
+                if self.watermark is None or entry.base_name > self.watermark:
+                    break
+            else:
+                ready.append(entry.base_name)
+        return ready
+
+    def _lacks_marker(self, filesystem: pafs.FileSystem, entry: pafs.FileInfo) -> bool:
+        marker = self.config.marker
+        if marker is None or entry.type != pafs.FileType.Directory:
+            return False
+        found = filesystem.get_file_info(f"{entry.path}/{marker}")
+        return bool(found.type != pafs.FileType.File)
+
+
+def build_follow(
+    config: FollowConfig,
+    features: Features,
+    *,
+    split: str,
+    batch_size: int,
+    shard: tuple[int, int] = (0, 1),
+    seed: int = 0,
+    drop_last: bool = False,
+) -> Any:
+    """The followed folder for "train"; "eval" and "test" are fixed files, as in ``[data.parquet]``."""
+    if split != "train":
+        return build_parquet(config, features, split=split, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
+    return Following(config, features, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
+
+
+FOLLOW = SourceSpec("parquet-follow", FollowConfig, build_follow)

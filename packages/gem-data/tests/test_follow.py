@@ -1,0 +1,190 @@
+"""Following a folder: order, completeness, late partitions, exact positions, and evaluation before training."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gem_core import load_config, train
+from gem_core.config.features import Features
+from gem_core.errors import ConfigError, DataError
+from gem_core.testing.sources import ids_of
+from gem_data.follow import FollowConfig, build_follow
+
+FEATURES = Features.model_validate({"sample_id": "id", "sparse": {"item": {"rows": 20}}, "labels": {"click": {}}})
+ROWS = 40
+
+
+def add(folder, hour, *, marker=True):
+    """A partition of 40 rows in two files; ids say the hour."""
+    target = folder / f"hour={hour:02}"
+    target.mkdir(parents=True)
+    rng = np.random.default_rng(hour)
+    for part in range(2):
+        n = ROWS // 2
+        ids = hour * 1000 + part * n + np.arange(n)
+        table = pa.table({"id": ids, "item": rng.integers(0, 20, n), "click": rng.integers(0, 2, n)})
+        pq.write_table(table, target / f"{part}.parquet", row_group_size=7)
+    if marker:
+        (target / "_SUCCESS").touch()
+
+
+def follow(folder, *, batch_size=8, shard=(0, 1), **options):
+    config = FollowConfig(train=(str(folder),), **{"idle_s": 0, "poll_s": 0.02, "window": 14, **options})
+    return build_follow(config, FEATURES, split="train", batch_size=batch_size, shard=shard, seed=5)
+
+
+def hours(ids):
+    return [i // 1000 for i in ids]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for hour in (1, 2, 3):
+        add(tmp_path / "log", hour)
+    return tmp_path / "log"
+
+
+def test_partitions_come_in_order_and_shuffled_within(folder):
+    source = follow(folder)
+    ids = ids_of(source)
+    assert hours(ids) == [1] * ROWS + [2] * ROWS + [3] * ROWS
+    assert len(set(ids)) == 3 * ROWS
+    assert ids != sorted(ids)
+    assert [i % 1000 for i in ids[:ROWS]] != [i % 1000 for i in ids[ROWS : 2 * ROWS]], "two partitions have one order"
+    assert (source.partition, source.watermark) == ("hour=03", "hour=03")
+    assert ids_of(source) == []
+    add(folder, 4)
+    assert hours(ids_of(source)) == [4] * ROWS
+
+
+def test_start_stop_and_lag(folder):
+    assert set(hours(ids_of(follow(folder, start="hour=02")))) == {2, 3}
+    assert set(hours(ids_of(follow(folder, stop="hour=02", idle_s=None)))) == {1, 2}
+    assert set(hours(ids_of(follow(folder, lag=1)))) == {1, 2}
+
+
+def test_what_is_not_complete_is_waited_for(folder):
+    """A later complete partition does not overtake; the marker makes the earlier one readable."""
+    add(folder, 4, marker=False)
+    add(folder, 5)
+    assert set(hours(ids_of(follow(folder)))) == {1, 2, 3}
+    source, got = follow(folder, idle_s=None, stop="hour=05"), []
+    reading = threading.Thread(target=lambda: got.extend(ids_of(source)))
+    reading.start()
+    time.sleep(0.3)
+    assert max(hours(got), default=0) <= 3
+    (folder / "hour=04" / "_SUCCESS").touch()
+    reading.join(20)
+    assert hours(got) == sorted(h for h in (1, 2, 3, 4, 5) for _ in range(ROWS))
+
+
+def test_late_partitions_are_said_and_counted(folder, caplog):
+    source = follow(folder)
+    ids_of(source)
+    add(folder, 0)
+    add(folder, 4)
+    assert set(hours(ids_of(source))) == {4}
+    assert source.late == 1
+    assert "hour=00" in caplog.text
+    resumed = follow(folder)
+    resumed.load_state_dict(source.state_dict())
+    add(folder, 6)
+    (folder / "hour=03b").mkdir()
+    (folder / "hour=03b" / "_SUCCESS").touch()
+    assert set(hours(ids_of(resumed))) == {6}
+    assert resumed.late == 2
+
+
+@pytest.mark.parametrize("steps", [1, 5, 6, 11])
+def test_positions_are_exact_twice_and_for_other_ranks(folder, steps):
+    want = ids_of(follow(folder))
+    first = follow(folder)
+    got = ids_of(islice(first, steps))
+    state = json.loads(json.dumps(first.state_dict()))
+    second = [follow(folder, shard=(rank, 2), batch_size=3) for rank in range(2)]
+    parts = []
+    for source in second:
+        source.load_state_dict(state)
+        parts.append(ids_of(islice(source, 2)))
+    assert second[0].state_dict() == second[1].state_dict()
+    third = follow(folder)
+    third.load_state_dict(json.loads(json.dumps(second[1].state_dict())))
+    rest = ids_of(third)
+    assert sorted([*got, *parts[0], *parts[1], *rest]) == sorted(want)
+
+
+def test_an_iterator_left_behind_is_gone_on_with(folder):
+    source = follow(folder)
+    got = ids_of(islice(source, 3))
+    assert got + ids_of(source) == ids_of(follow(folder))
+
+
+def test_faults(folder, tmp_path):
+    with pytest.raises(DataError, match="followed folder cannot be read"):
+        ids_of(follow(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="one folder"):
+        build_follow(FollowConfig(train=("a", "b")), FEATURES, split="train", batch_size=4)
+    (folder / "hour=02" / "0.parquet").write_bytes(b"PAR1 not at all")
+    with pytest.raises(DataError, match=r"hour=02/0\.parquet"):
+        ids_of(follow(folder))
+
+
+CONFIG = """
+[run]
+seed = 1
+[data]
+source = "parquet-follow"
+batch_size = 8
+[data.parquet-follow]
+train = ["{folder}"]
+eval = ["{folder}/hour=03"]
+idle_s = 0
+[features]
+sample_id = "id"
+[features.sparse.item]
+rows = 20
+[features.labels.click]
+[model]
+name = "gem"
+preset = "tiny"
+sequence = false
+[train]
+epochs = 1
+checkpoint_every = 3
+tensorboard = false
+[eval]
+before_training = true
+"""
+
+
+def test_each_partition_is_evaluated_before_it_is_trained_on(folder, tmp_path):
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder))
+    train(load_config(path), run_dir=tmp_path / "whole", quiet=True)
+
+    def evaluations(run):
+        records = [json.loads(line) for line in (tmp_path / run / "eval.jsonl").read_text().splitlines()]
+        return [(r["step"], r.get("partition"), r["eval_samples"], r["tasks"]["click"]["ne"]) for r in records]
+
+    whole = evaluations("whole")
+    assert [w[:3] for w in whole] == [(0, "hour=01", ROWS), (5, "hour=02", ROWS), (10, "hour=03", ROWS), (15, None, ROWS)]
+
+    # Stopped within the second partition and gone on with: the same evaluations, none of them twice.
+    train(load_config(path, {"train.steps": 7}), run_dir=tmp_path / "parts", quiet=True)
+    train(load_config(path), run_dir=tmp_path / "parts", resume=True, quiet=True)
+    assert [e for e in evaluations("parts") if e[1]] == [e for e in whole if e[1]]
+
+
+def test_other_sources_have_no_partitions(folder, tmp_path):
+    path = tmp_path / "plain.toml"
+    path.write_text(CONFIG.format(folder=folder).replace("parquet-follow", "parquet").replace("idle_s = 0\n", ""))
+    with pytest.raises(ConfigError, match="no partitions to evaluate"):
+        train(load_config(path), run_dir=tmp_path / "run", quiet=True)

@@ -28,16 +28,17 @@ GEM_2D = ("parallel.sparse=gem-2d",)
 TOUCHED = ("parallel.sparse=gem-2d", "parallel.gem-2d.exchange=touched")
 
 
-def rows(gpus: int) -> list[Row]:
-    """Arrangements of ``gpus`` processes, the single GPU first."""
+def rows(gpus: int, gathered: str = "fp32") -> list[Row]:
+    """Arrangements of ``gpus`` processes, the single GPU first; sharded parameters are gathered in ``gathered``."""
     half = gpus // 2
     flat, two = (f"parallel.model={gpus}",), (f"parallel.model={half}", "parallel.replica=2")
-    hsdp = ("parallel.dense=hsdp", "parallel.replicate=2")
-    experts = ("parallel.dense=fsdp", "parallel.expert=2")
+    fsdp = ("parallel.dense=fsdp", f"parallel.fsdp.param_dtype={gathered}")
+    hsdp = ("parallel.dense=hsdp", "parallel.replicate=2", f"parallel.hsdp.param_dtype={gathered}")
+    experts = (*fsdp, "parallel.expert=2")
     return [
         Row("1 GPU", ("parallel.sparse=fbgemm",)),
         Row("1D: DDP, TorchRec", ("parallel.dense=ddp", *TORCHREC_1D, *flat), gpus=gpus),
-        Row("1D: FSDP, TorchRec", ("parallel.dense=fsdp", *TORCHREC_1D, *flat), gpus=gpus),
+        Row("1D: FSDP, TorchRec", (*fsdp, *TORCHREC_1D, *flat), gpus=gpus),
         Row("2D: HSDP, TorchRec 2D", (*hsdp, *TORCHREC_2D, *two), gpus=gpus),
         Row("fully sharded: TorchRec", (*hsdp, *TORCHREC_FULL, *two), gpus=gpus),
         Row("fully sharded: whole", (*hsdp, *GEM_2D, *two), gpus=gpus),
@@ -57,7 +58,8 @@ def configuration(out: Path, args: argparse.Namespace, data: str) -> Path:
 def speed(out: Path, args: argparse.Namespace) -> None:
     """Times of training steps; ``scaling`` is samples a second and GPU over those of one GPU."""
     config = configuration(out, args, f'source = "random"\n[data.random]\npreset = "{args.preset}"')
-    ladder.LADDERS["parallel"] = tuple(r for r in rows(args.gpus) if not args.row or r.name in args.row)
+    gathered = "bf16" if args.recipe == "bf16" else "fp32"
+    ladder.LADDERS["parallel"] = tuple(r for r in rows(args.gpus, gathered) if not args.row or r.name in args.row)
     found = ladder.climb(
         str(config), "parallel", preset=args.preset, batch_size=args.batch, steps=args.steps, warmup=args.warmup,
         budget_s=args.budget, row_limit_s=args.row_limit, overrides=args.overrides, out=out, say=lambda line: print(line, flush=True),

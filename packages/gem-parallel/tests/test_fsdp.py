@@ -91,6 +91,23 @@ def test_what_does_not_fit_is_refused(parallel, model, message, tmp_path):
         assert message in said
 
 
+def test_a_dtype_an_axis_stays_near_fp32(tmp_path):
+    pytest.importorskip("gem_precision")
+    sizes = [[(3, 3)], [(5, 2)], [(0, 4)]]
+    found = []
+    for kind in ("fp32", "bf16"):
+        config = configuration({"dense": "fsdp", "expert": 2, "fsdp": dict.fromkeys(("param_dtype", "reduce_dtype", "expert_dtype"), kind)})
+        folder = tmp_path / kind
+        folder.mkdir()
+        task = {"config": {**config, "precision": {"recipe": "bf16"}}, "scenarios": {"s": sizes}}
+        found.append(run_processes(2, train_rank, task, folder)[0]["s"])
+    exact, rough = found
+    assert exact["losses"] != rough["losses"]
+    for a, b in zip(exact["losses"], rough["losses"], strict=True):
+        assert b[0] == pytest.approx(a[0], rel=0.03)
+    assert all(t.dtype == torch.float32 for name, t in rough["state"].items() if name.startswith("model.")), "masters stay fp32"
+
+
 @pytest.mark.slow
 def test_compiled_layers_under_sharding_and_experts(tmp_path):
     """The model is compiled layer by layer, so that gathers stay between the layers."""

@@ -100,16 +100,16 @@ def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
         reshard = config.reshard_after_forward and i < len(layers) - config.keep_last
         for expert in experts:
             if any(part is expert for part in layer.modules()):
-                shard(expert, _used(axes["replicate", "shard"]), reshard)
+                shard(expert, _over(axes, mesh), reshard)
         if compiled:
             layer.compile(dynamic=True)
-        shard(layer, _used(data), reshard)
+        shard(layer, _over(data, mesh), reshard)
     for expert in experts:
         if not isinstance(expert, FSDPModule):
-            fully_shard(expert, mesh=_used(axes["replicate", "shard"]), mp_policy=outside)
+            fully_shard(expert, mesh=_over(axes, mesh), mp_policy=outside)
     found = tables_of(model)
     ignored = set(found[1].parameters()) if found else set()
-    fully_shard(model, mesh=_used(data), mp_policy=outside, ignored_params=ignored)
+    fully_shard(model, mesh=_over(data, mesh), mp_policy=outside, ignored_params=ignored)
     _prefetch(layers, config.prefetch)
     lines = _told(mesh, layers, experts, config, *quantised)
     model.describe = lambda: lines  # type: ignore[assignment]
@@ -135,9 +135,9 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(layers) if isinstance(layers, nn.ModuleList) else []
 
 
-def _used(mesh: DeviceMesh) -> DeviceMesh:
-    """Without copies to reduce over, the plain one-dimensional mesh."""
-    return mesh["shard"] if mesh.size(0) == 1 else mesh
+def _over(devices: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The axes of ``devices`` to shard and reduce over; one-dimensional where there are no copies."""
+    return devices["shard"] if mesh.replicate == 1 else devices["replicate", "shard"]
 
 
 def _prefetch(layers: Sequence[nn.Module], ahead: int) -> None:

@@ -77,6 +77,7 @@ def _run(folder: Path, rows: int, mean: float, repeats: int, threads: int, seed:
         "command": "gemrec bench predict " + " ".join(sys.argv[3:]),
         "cpu": _cpu(),
         "load_before": os.getloadavg()[0],
+        "real_time_priority": hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "pyarrow": pa.__version__},
         "commit": _commit(),
     }
@@ -88,7 +89,8 @@ def table(record: dict[str, Any]) -> str:
     rates = ", ".join(f"{record['rows'] / s:,.0f}" for s in record["seconds"])
     lines = [
         f"`{record['command'].strip()}`: preset `tiny`, {record['rows']:,} rows, histories of mean {h['mean']:.1f} ({lengths}), "
-        f"{record['threads']} threads. {record['cpu']}, load {record['load_before']:.1f} before; "
+        f"{record['threads']} threads. {record['cpu']}, load {record['load_before']:.1f} before"
+        + (" (others' work; measured at real-time priority); " if record["real_time_priority"] else "; ")
         + ", ".join(f"{k} {v}" for k, v in record["versions"].items())
         + f", commit {record['commit']}.",
         "",

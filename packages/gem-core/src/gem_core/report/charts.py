@@ -9,7 +9,7 @@ from html import escape
 
 COLOURS = ("#1f6feb", "#d1622b", "#2e8b57", "#8a4fbf", "#b8860b", "#c2255c", "#0b7285", "#5c636a")
 WIDTH, HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 14, 12, 40
 MOST = 400
 """Points of a line; longer ones are thinned to means of neighbours."""
 
@@ -72,7 +72,8 @@ class _Axis:
                 self.high += 1
             return
         if low == high:
-            low, high = low - abs(low) * 0.05 - 1e-9, high + abs(high) * 0.05 + 1e-9
+            self.low, self.high, self.ticks = low - abs(low) * 0.05 - 1e-9, high + abs(high) * 0.05 + 1e-9, [low]
+            return
         raw = (high - low) / 5
         size = 10 ** math.floor(math.log10(raw))
         step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw * 0.999)

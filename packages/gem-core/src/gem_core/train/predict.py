@@ -23,7 +23,7 @@ from gem_core.sources.contract import Source
 from gem_core.train.build import build_source, task_names
 from gem_core.train.offline import LoadedRun, loaded_run
 
-PART_SAMPLES, PART_EVENTS = 1024, 24_576
+PART_SAMPLES, PART_EVENTS = 4096, 32_768
 """Most samples and, where there are several samples, most events that are computed at once on a CPU."""
 
 

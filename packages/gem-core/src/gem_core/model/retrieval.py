@@ -192,7 +192,8 @@ class RetrievalModel(TableModel):
         group = sequence_of(batch, self.history)
         ids = group.fields[self.field]
         assert isinstance(ids, Tensor)
-        return self.sampler(batch.targets, target_weights(batch), ids, group.offsets, self.width)
+        draw: Draw = self.sampler(batch.targets, target_weights(batch), ids, group.offsets, self.width)
+        return draw
 
     def _direction(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors.float(), dim=1) if self.retrieval.normalize else vectors.float()

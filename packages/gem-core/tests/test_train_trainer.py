@@ -117,7 +117,9 @@ def test_resuming_twice_continues_exactly(tmp_path, log_every):
     train(straight, train=settings, **base)
     recorder = toys.Recorder()
     for stop, resume in ((9, False), (22, True), (99, True)):
-        result = train_until(broken, stop, resume, recorder, settings | {"checkpoint_every": 5}, base)
+        saves = {"checkpoint_every": 5, "checkpoint_async": log_every == 4}
+        result = train_until(broken, stop, resume, recorder, settings | saves, base)
+        assert len([e for e in recorder.events if e[0] == "checkpoint"]) == {9: 2, 22: 4, 99: 2}[stop]
         recorder = toys.Recorder()
     assert result.status == "finished"
     assert losses(broken) == losses(straight)

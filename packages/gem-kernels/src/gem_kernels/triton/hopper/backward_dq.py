@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, read_tile, store_box
+from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, pass_over, read_tile, store_box
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -76,7 +76,7 @@ def _consumer(
         shift = lk - lq
         slot = tile % HELD
         if own < lq:
-            _first, _last, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
             i = own + gl.arange(0, 64, layout=row_layout)
             q_tile = q_slots.index(slot).slice(WHO * 64, 64)
             do_tile = do_slots.index(slot).slice(WHO * 64, 64)
@@ -98,7 +98,9 @@ def _consumer(
             else:
                 mbarrier.wait(q_full.index(slot), tile // HELD & 1)
             acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-            for x in range(first, last):
+            if CAUSAL or WINDOW:
+                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
+            for x in range(begin, end):
                 n0 = x * BLOCK_N
                 stage = step % STAGES
                 phase = step // STAGES & 1
@@ -129,21 +131,16 @@ def _consumer(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 step += 1
+            if CAUSAL or WINDOW:
+                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
             q_tile.store((acc * ds_scale).to(dtype))
             fence_async_shared()
             store_box(dq, row, lq, own, head * D, q_tile, 64, D)
             tma.store_wait(0)
         else:
-            # No row of this half belongs to the sample: keep the rings going.
+            # No row of this half belongs to the sample.
             mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-            for _x in range(first, last):
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                mbarrier.wait(k_full.index(stage), phase)
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                mbarrier.wait(v_full.index(stage), phase)
-                mbarrier.arrive(v_empty.index(stage), count=1)
-                step += 1
+            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES)
         mbarrier.arrive(q_empty.index(slot), count=1)
         tile += 1
         row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0

@@ -115,3 +115,17 @@ def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.c
         hi = gl.minimum(hi, n1 + left - shift)
     first = lo // BLOCK_M
     return first, gl.maximum((gl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M, first)
+
+
+@gluon.jit
+def pass_over(count, step, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+    """Give back ``count`` tiles of K and V that the other consumer works on and this one does not need; the next step."""
+    for _x in range(count):
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        step += 1
+    return step

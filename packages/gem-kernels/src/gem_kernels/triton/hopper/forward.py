@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, read_tile, store_box
+from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, pass_over, read_tile, store_box
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -94,7 +94,9 @@ def _consumer(
         slot = tile % 2
         mbarrier.wait(q_full.index(slot), tile // 2 & 1)
         if own < lq:
-            _first, _last, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            if CAUSAL or WINDOW:
+                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
             q_tile = q_slots.index(slot).slice(WHO * 64, 64)
             act_id = 0
             if act_ids is not None:
@@ -103,8 +105,8 @@ def _consumer(
             m_i = gl.full([64], float("-inf"), gl.float32, row_layout)
             l_i = gl.full([64], 0.0, gl.float32, row_layout)
             acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-            for x in range(last - first):
-                n0 = (last - 1 - x) * BLOCK_N
+            for x in range(end - begin):
+                n0 = (end - 1 - x) * BLOCK_N
                 stage = step % STAGES
                 phase = step // STAGES & 1
                 mbarrier.wait(k_full.index(stage), phase)
@@ -147,6 +149,8 @@ def _consumer(
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 step += 1
             mbarrier.arrive(q_empty.index(slot), count=1)
+            if CAUSAL or WINDOW:
+                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
             if SOFTMAX:
                 live = l_i > 0
                 factor = gl.where(live, out_scale / l_i, 0.0)
@@ -161,16 +165,9 @@ def _consumer(
             fence_async_shared()
             store_box(out, row, lq, own, head * D, o_tile, 64, D)
         else:
-            # No row of this half belongs to the sample: keep the rings going.
+            # No row of this half belongs to the sample.
             mbarrier.arrive(q_empty.index(slot), count=1)
-            for _x in range(last - first):
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                mbarrier.wait(k_full.index(stage), phase)
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                mbarrier.wait(v_full.index(stage), phase)
-                mbarrier.arrive(v_empty.index(stage), count=1)
-                step += 1
+            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES)
         tile += 1
         row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0
     tma.store_wait(0)

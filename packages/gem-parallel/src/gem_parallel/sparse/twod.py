@@ -31,7 +31,7 @@ from gem_core.model.contract import Shards, TableSet
 from gem_core.train.mesh import Mesh
 from gem_parallel.sparse.comm import Axes, axes
 from gem_parallel.sparse.config import FbgemmConfig, Gem2dConfig
-from gem_parallel.sparse.engines import DTYPES, build_engine, engine_for
+from gem_parallel.sparse.engines import DTYPES, TorchEngine, build_engine, engine_for
 from gem_parallel.sparse.exchange import Asked, Demand, Routes, Sizes
 from gem_parallel.sparse.initial import draw
 from gem_parallel.sparse.layout import arrange
@@ -122,6 +122,9 @@ class Tables2d(nn.Module):
             )
             for u in units
         ]  # fmt: skip
+        for engine in engines:
+            if isinstance(engine, TorchEngine):  # replicas must round independently, or their mean keeps the noise of one
+                engine.generator.manual_seed((torch.initial_seed() + 7919 * (where.replica_rank + 1)) % 2**63)
         self.whole_units = [WholeUnit(u, e, where, self.chunks) for u, e in zip(units, engines)] if self.whole else []
         self.touched_units = [] if self.whole else [TouchedUnit(u, e) for u, e in zip(units, engines)]
         self.touched = None if self.whole else TouchedExchange(self.touched_units, where)

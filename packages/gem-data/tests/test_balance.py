@@ -129,11 +129,13 @@ KINDS = {
     "bbs": {"kind": "bbs", "base": 1, "window": 3, "cost": {"quadratic": 0.5}},
     "bucket": {"kind": "bucket", "window": 4},
     "tokens": {"kind": "tokens", "budget": 120.0},
+    "global": {"kind": "global"},
 }
 UNFIT = {
     "bbs": {"batch_size_does_not_change_the_stream"},
     "bucket": {"batch_size_does_not_change_the_stream"},
     "tokens": {"batch_size_does_not_change_the_stream", "drop_last_gives_full_batches_only", "batches_are_valid"},
+    "global": {"batch_size_does_not_change_the_stream"},
 }
 """Checks that say nothing here: the point of these kinds is that the batch decides the order, or the budget the batch."""
 
@@ -204,6 +206,22 @@ def test_token_budget_holds(folder):
     assert np.mean([b.tokens for b in batches]) > 80
     parts = [[b.tokens for b in build(folder, "tokens", shard=(r, 2))] for r in range(2)]
     assert len(parts[0]) == len(parts[1])
+
+
+def test_global_rebalancing_deals_each_step_evenly(folder):
+    """Four ranks of eight samples: the same samples a step as without, far more even."""
+    spread = []
+    for kind in ("global", None):
+        how = {"batching": {"kind": kind}} if kind else {}
+        config = ParquetConfig(root=str(folder), train="train.parquet", prefetch=0, shuffle=False, quarantine=str(folder / "b"), **how)
+        ranks = [list(SPEC.build(config, FEATURES, split="train", batch_size=8, shard=(r, 4))) for r in range(4)]
+        work = np.array([[b.tokens for b in batches] for batches in ranks])
+        spread.append(imbalance(work)[:-1].mean())
+        if kind:
+            for step in range(len(ranks[0]) - 1):
+                ids = sorted(i for batches in ranks for i in batches[step].sample_ids.tolist())
+                assert ids == list(range(ids[0], ids[0] + len(ids)))
+    assert spread[0] < 1.03 < 1.15 < spread[1]
 
 
 def test_quarantined_rows_in_a_balanced_group(folder, tmp_path):

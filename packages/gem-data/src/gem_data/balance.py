@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gem_core.config.base import FrozenConfig
-from gem_core.sources.order import Plan, Span
+from gem_core.sources.order import Plan, Span, joined
 from gem_core.sources.shuffle import permutation
 
 Ints = NDArray[np.int64]
@@ -131,7 +131,77 @@ class Tokens(FrozenConfig):
         return np.arange(lengths.size)
 
 
-Batching = Annotated[Fixed | Balanced | Bucketed | Tokens, Field(discriminator="kind")]
+class Global(FrozenConfig):
+    """The samples of all ranks' next step dealt to them so that each gets the same number and nearly the same cost (Karmarkar-Karp).
+
+    The baseline that `Balanced` is held against. Every rank reads the lengths of all rows beforehand, and decodes all files to take its
+    samples out of them: the exchange is paid for by reading, ``world`` times in all.
+    """
+
+    kind: Literal["global"] = "global"
+    cost: Cost = Cost()
+
+    @property
+    def steps(self) -> int:
+        return 1
+
+    def arrange(self, lengths: Ints, sizes: Sequence[int]) -> Ints:
+        return np.arange(lengths.size)
+
+
+Batching = Annotated[Fixed | Balanced | Bucketed | Tokens | Global, Field(discriminator="kind")]
+
+
+class GlobalPlan(Plan):
+    """Steps of neighbouring samples, each step's dealt to the ranks by `karmarkar_karp`. ``costs``: of the samples along ``spans``."""
+
+    _costs: Costs
+    _dealt: dict[int, list[Ints]]
+
+    def __init__(self, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool, costs: Costs) -> None:
+        super().__init__(spans, world, batch_size, drop_last)
+        object.__setattr__(self, "_costs", costs)  # Plan is frozen
+        object.__setattr__(self, "_dealt", {})
+
+    def _edge(self, step: int) -> int:
+        """Samples of all ranks in the steps before ``step``: full steps, or without ``drop_last`` as even as they can be."""
+        return step * self.world * self.batch_size if self.drop_last else self.total * step // max(1, self.steps)
+
+    @property
+    def steps(self) -> int:
+        each = self.world * self.batch_size
+        return self.total // each if self.drop_last else -(-self.total // each)
+
+    def read(self, rank: int, first: int, stop: int | None = None) -> list[Span]:
+        stop = first + 1 if stop is None else stop
+        found = [place for step in range(first, stop) for place in self._deal(step)[rank].tolist()]
+        return [(self._position(i), self._position(i) + 1) for i in found]
+
+    def touched(self, rank: int, first: int) -> list[Span]:
+        return self._between(self._edge(first), self._edge(self.steps))
+
+    def rest(self, step: int) -> tuple[Span, ...]:
+        return joined(self._between(self._edge(step), self.total))
+
+    def _position(self, i: int) -> int:
+        return self._between(i, i + 1)[0][0]
+
+    def _deal(self, step: int) -> list[Ints]:
+        """Places along ``spans`` of each rank's samples, ascending."""
+        if step not in self._dealt:
+            start, stop = self._edge(step), self._edge(step + 1)
+            costs = self._costs[start:stop]
+            # What does not divide evenly goes to the ranks with the least: cheapest samples last.
+            order = np.argsort(-costs, kind="stable")
+            whole = costs.size - costs.size % self.world
+            groups = [order[g] for g in karmarkar_karp(costs[order[:whole]], self.world)]
+            turn = np.argsort([costs[g].sum() for g in groups], kind="stable")
+            for rank, sample in zip(turn.tolist(), order[whole:].tolist()):
+                groups[rank] = np.append(groups[rank], sample)
+            if len(self._dealt) > 256:
+                self._dealt.clear()
+            self._dealt[step] = [start + np.sort(g) for g in groups]
+        return self._dealt[step]
 
 
 class TokenPlan(Plan):

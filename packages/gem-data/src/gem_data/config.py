@@ -31,7 +31,7 @@ class ParquetConfig(FrozenConfig):
     workers: int = Field(
         0, ge=0, description="processes that decode, each at most one window ahead; 0: only threads, enough unless text is hashed or sorted"
     )
-    batching: Batching = Field(Fixed(), description="fixed, bbs (balanced), bucket (by length) or tokens (a budget)")
+    batching: Batching = Field(Fixed(), description="fixed, bbs (balanced), bucket (by length), tokens (a budget) or global")
     quarantine: str | None = Field(None, description='folder for the rows that features with policy = "quarantine" refuse')
 
     def paths(self, split: str) -> tuple[str, ...]:

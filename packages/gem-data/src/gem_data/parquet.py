@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from itertools import tee
+from itertools import groupby, tee
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from gem_core.config.features import Dense, Features, Ids
 from gem_core.errors import ConfigError, DataError
 from gem_core.sources.order import Cursor, Plan, Span
 from gem_data.arrow import Ints
-from gem_data.balance import Balanced, Batching, Fixed, TokenPlan, Tokens
+from gem_data.balance import Balanced, Batching, Fixed, Global, GlobalPlan, TokenPlan, Tokens
 from gem_data.block import Block, Rows
 from gem_data.columns import Chunk, locate
 from gem_data.files import Path, Reader, find_files
@@ -100,8 +100,8 @@ class ParquetSource(IterableDataset[Batch]):
         self._cursor = Cursor(total, batch_size, rank, world_size, drop_last)
         if batching.steps > 1:
             self._cursor.group, self._cursor.arranged = batching.steps, self._arranged
-        if isinstance(batching, Tokens):
-            self._cursor.make_plan = self._token_plan
+        if isinstance(batching, Tokens | Global):
+            self._cursor.make_plan = self._costed_plan
 
     @property
     def rows(self) -> int:
@@ -243,7 +243,7 @@ class ParquetSource(IterableDataset[Batch]):
     def _batches(self, epoch: int, plan: Plan, first: int) -> Generator[Batch, None, None]:
         # An arranged group of steps is made from its first step on, also where the run goes on in its middle.
         begin = first // self.batching.steps * self.batching.steps
-        windows = holding(self._epochs.windows(epoch), plan.read(self._cursor.rank, begin, plan.steps))
+        windows = holding(self._epochs.windows(epoch), plan.touched(self._cursor.rank, begin))
         make = self._decoded(windows, epoch)
         ahead = Ahead(lambda: make, 1, "gem-data row groups", manual=True) if self._prefetch else None
         collect = _Collector(iter(ahead) if ahead else make, self.batching.steps == 1, ahead.more if ahead else lambda: None)
@@ -305,9 +305,11 @@ class ParquetSource(IterableDataset[Batch]):
         positions = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.zeros(0, dtype=np.int64)
         return positions[self.batching.arrange(self._events(epoch, spans), _sizes(plan, rank, first, stop))]
 
-    def _token_plan(self, epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan:
-        assert isinstance(self.batching, Tokens)
+    def _costed_plan(self, epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan:
+        assert isinstance(self.batching, Tokens | Global)
         costs = self.batching.cost.of(self._events(epoch, spans))
+        if isinstance(self.batching, Global):
+            return GlobalPlan(spans, world, batch_size, drop_last, costs)
         return TokenPlan(spans, world, batch_size, drop_last, costs, self.batching)
 
     def _events(self, epoch: int, spans: Sequence[Span]) -> Ints:
@@ -352,43 +354,54 @@ class _Collector:
     def __call__(self, steps: Iterable[Sequence[Span]]) -> Iterator[list[Block]]:
         """The parts of each step's spans."""
         behind, ahead = tee(steps)
-        coming = _Spans(span for own in ahead for span in own)
+        coming = _Spans((number, start, stop) for number, own in enumerate(ahead) for start, stop in own)
         for own in behind:
-            parts = []
-            for start, stop in own:
-                while start < stop:
-                    if not self._ready:
-                        self._cut(*next(self._decoded), coming)
-                    start, part = self._ready.popleft()
-                    if len(self._ready) == self._turn:
-                        # Pages given back must be made again by the system, which costs as much as a tenth of the decoding.
-                        if self._windows % _RELEASE_EVERY == 0:
-                            pa.default_memory_pool().release_unused()
-                        self._more()
-                    parts.append(part)
+            parts, wanted = [], sum(stop - start for start, stop in own)
+            while wanted:
+                while not self._ready:
+                    self._cut(*next(self._decoded), coming)
+                rows, part = self._ready.popleft()
+                if len(self._ready) == self._turn:
+                    # Pages given back must be made again by the system, which costs as much as a tenth of the decoding.
+                    if self._windows % _RELEASE_EVERY == 0:
+                        pa.default_memory_pool().release_unused()
+                    self._more()
+                wanted -= rows
+                parts.append(part)
             yield parts
 
     def _cut(self, window: Window, block: Block, order: Ints | None, coming: _Spans) -> None:
-        """Put the parts of a window, each with the position where it ends, into ``_ready``."""
-        found = list(coming.until(window.stop))
-        places = [(start - window.start, end - window.start) for start, end in found]
-        rows: list[Rows] = [slice(low, high) if order is None else order[low:high] for low, high in places]
-        self._ready.extend(zip((end for _, end in found), block.split(rows, drop=self._drop, consume=True)))
-        self._turn, self._windows = len(found) // 4, self._windows + 1
+        """Put the part of each step in the window, with its number of rows, into ``_ready``."""
+        rows: list[Rows] = []
+        counts = []
+        for _, spans in groupby(coming.until(window.stop), key=lambda span: span[0]):
+            places = [(start - window.start, end - window.start) for _, start, end in spans]
+            counts.append(sum(high - low for low, high in places))
+            if order is None and len(places) == 1:
+                rows.append(slice(*places[0]))
+            else:
+                picked = np.concatenate([np.arange(low, high) for low, high in places])
+                rows.append(picked if order is None else order[picked])
+        self._windows += 1
+        if not rows:
+            self._more()
+            return
+        self._ready.extend(zip(counts, block.split(rows, drop=self._drop, consume=True)))
+        self._turn = len(rows) // 4
 
 
 class _Spans:
-    """Ascending spans that are cut where windows end."""
+    """Ascending spans of numbered steps, cut where windows end."""
 
-    def __init__(self, spans: Iterator[Span]) -> None:
+    def __init__(self, spans: Iterator[tuple[int, int, int]]) -> None:
         self._spans = spans
         self._rest = next(spans, None)
 
-    def until(self, end: int) -> Iterator[Span]:
-        while self._rest is not None and self._rest[0] < end:
-            start, stop = self._rest
-            self._rest = next(self._spans, None) if stop <= end else (end, stop)
-            yield start, min(stop, end)
+    def until(self, end: int) -> Iterator[tuple[int, int, int]]:
+        while self._rest is not None and self._rest[1] < end:
+            number, start, stop = self._rest
+            self._rest = next(self._spans, None) if stop <= end else (number, end, stop)
+            yield number, start, min(stop, end)
 
 
 def _sizes(plan: Plan, rank: int, first: int, stop: int) -> list[int]:

@@ -61,6 +61,10 @@ class Plan:
         start, _ = self.share(rank)
         return self._between(start + self.taken(rank, first), start + self.taken(rank, first + 1 if stop is None else stop))
 
+    def touched(self, rank: int, first: int) -> list[Span]:
+        """Samples among which are all that the rank reads from step ``first`` on."""
+        return self.read(rank, first, self.steps)
+
     def rest(self, step: int) -> tuple[Span, ...]:
         """What no rank has read after ``step`` steps."""
         left: list[Span] = []

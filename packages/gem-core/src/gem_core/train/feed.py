@@ -19,7 +19,7 @@ from gem_core.train.runtime import Runtime
 @dataclass(frozen=True)
 class Fed:
     """A batch and what the host knows of it: the device copy, the weight that it adds to the loss's total, events, model FLOPs (None: not
-    known), and the feed's position after it."""
+    known), the feed's position after it, and over several ranks the work of the busiest one over their mean (``imbalance``, at least 1)."""
 
     host: Batch
     batch: Batch
@@ -27,6 +27,7 @@ class Fed:
     tokens: int
     flops: float | None
     position: dict[str, Any]
+    imbalance: float | None = None
 
 
 class Feed:
@@ -63,19 +64,21 @@ class Feed:
 
     def __iter__(self) -> Iterator[Fed]:
         if self._stream is None:
-            yield from map(self._take, self._together())
+            for host, imbalance in self._together():
+                yield self._take(host, None, imbalance)
             return
         ahead: tuple[Fed, torch.cuda.Event] | None = None
-        for host in self._together():
-            ready, ahead = ahead, self._copy(host)
+        for host, imbalance in self._together():
+            ready, ahead = ahead, self._copy(host, imbalance)
             if ready is not None:
                 yield self._received(*ready)
         if ahead is not None:
             yield self._received(*ahead)
 
-    def _together(self) -> Iterator[Batch]:
+    def _together(self) -> Iterator[tuple[Batch, float | None]]:
         if self.runtime is None:
-            yield from self._host()
+            for host in self._host():
+                yield host, None
             return
         batches, last = self._host(), None
         while True:
@@ -100,7 +103,12 @@ class Feed:
             if host is None:
                 assert last is not None  # a source without any batch has failed above
                 host = last.select_range(0, 0)
-            yield host
+            work = self.runtime.numbers(self._work(host))
+            yield host, max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+    def _work(self, host: Batch) -> float:
+        """Model FLOPs where they are known, else events, else samples."""
+        return self.flops(host) if self.flops is not None else float(host.tokens or host.size)
 
     def _host(self) -> Iterator[Batch]:
         while self.epochs is None or self.epoch < self.epochs:
@@ -118,18 +126,19 @@ class Feed:
                 )
             self._resumed = False
 
-    def _take(self, host: Batch, device_batch: Batch | None = None) -> Fed:
+    def _take(self, host: Batch, device_batch: Batch | None, imbalance: float | None) -> Fed:
         position = {"epoch": self.epoch, "source": self.source.state_dict()}
         flops = None if self.flops is None else self.flops(host)
-        return Fed(host, expanded(host) if device_batch is None else device_batch, float(batch_total(host)), host.tokens, flops, position)
+        there = expanded(host) if device_batch is None else device_batch
+        return Fed(host, there, float(batch_total(host)), host.tokens, flops, position, imbalance)
 
-    def _copy(self, host: Batch) -> tuple[Fed, torch.cuda.Event]:
+    def _copy(self, host: Batch, imbalance: float | None) -> tuple[Fed, torch.cuda.Event]:
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             copied = expanded(host.pin_memory().to(self.device, non_blocking=True), sizes(host))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return self._take(host, copied), done
+        return self._take(host, copied, imbalance), done
 
     def _received(self, fed: Fed, copied: torch.cuda.Event) -> Fed:
         current = torch.cuda.current_stream(self.device)

@@ -79,6 +79,7 @@ class Meter:
     def _clear(self) -> None:
         self.steps = self.samples = self.tokens = 0
         self._flops: float | None = 0.0
+        self._imbalance: list[float] = []
 
     def mark(self, phase: str | None) -> None:
         """The time since the last mark was spent in ``phase``; None: in none (before the first step, an evaluation, a checkpoint)."""
@@ -89,8 +90,10 @@ class Meter:
             now = time.perf_counter()
         self._marks.append((phase, now))
 
-    def count(self, samples: int, tokens: int, flops: float | None) -> None:
-        """One batch of this rank."""
+    def count(self, samples: int, tokens: int, flops: float | None, imbalance: float | None = None) -> None:
+        """One batch of this rank; ``imbalance``: the work of the busiest rank over the mean of the ranks."""
+        if imbalance is not None:
+            self._imbalance.append(imbalance)
         self.samples += samples
         self.tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
@@ -99,7 +102,8 @@ class Meter:
         """Numbers of the window since the last call, for the log; begins the next window. Waits for the device.
 
         ``samples_per_s`` and ``tokens_per_s`` of all ``world`` ranks (taken to be alike), ``mfu`` in [0, 1] and ``tflops`` of one device,
-        ``data_wait`` as share of the time, and ``data_s``, ``forward_s``, ``backward_s``, ``optimizer_s`` a step.
+        ``data_wait`` as share of the time, and ``data_s``, ``forward_s``, ``backward_s``, ``optimizer_s`` a step. With several ranks
+        ``imbalance``, the work of the busiest rank over their mean, as mean of the steps, and ``imbalance_max``.
 
         :raises RunError: an MFU above 1, which only a wrong FLOP count, peak or clock can give.
         """
@@ -128,6 +132,9 @@ class Meter:
             "mfu": mfu,
             "tflops": None if flops is None else flops / total / 1e12,
             "data_wait": rate(spent["data"]),
+            **(
+                {"imbalance": sum(self._imbalance) / len(self._imbalance), "imbalance_max": max(self._imbalance)} if self._imbalance else {}
+            ),
             **{f"{phase}_s": seconds / max(1, self.steps) for phase, seconds in spent.items()},
         }
         self._clear()

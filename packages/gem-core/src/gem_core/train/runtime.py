@@ -47,6 +47,14 @@ class Runtime:
             dist.all_reduce(counts)
         return [int(n) for n in counts]
 
+    def numbers(self, own: float) -> list[float]:
+        """Every rank's number. A host exchange, which no device waits for."""
+        found = torch.zeros(self.world, dtype=torch.float64)
+        found[self.rank] = own
+        if self.world > 1:
+            dist.all_reduce(found)
+        return [float(x) for x in found]
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor in rank order; the first dimension may differ between ranks. Reads the sizes on the host."""
         if self.world == 1:
@@ -104,7 +112,8 @@ def runtime(config: Config) -> Iterator[Runtime]:
         torch.set_num_threads(config.run.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    joined = world > 1 and not dist.is_initialized()
+    # A launcher's single process joins too: there are strategies that need a group, of whatever size.
+    joined = {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized()
     if joined:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         # Later than the watchdog, which has more to say.

@@ -211,7 +211,7 @@ class Trainer:
             self.position = batches[-1].position
             self.meter.steps += 1
             for fed in batches:
-                self.meter.count(fed.host.size, fed.tokens, fed.flops)
+                self.meter.count(fed.host.size, fed.tokens, fed.flops, fed.imbalance)
             status = self._after_step(lr, batches)
             if status is not None:
                 return status

@@ -134,9 +134,9 @@ class TrainStep:
                 table_norm += 0.0 if squared is None else squared
                 self.meter.mark("optimizer")
         if world > 1:
-            for weight in self._whole_tables.values():
-                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                self.runtime.all_reduce(weight.grad.div_(world))
+            for table in self._whole_tables.values():
+                table.grad = torch.zeros_like(table) if table.grad is None else table.grad
+                self.runtime.all_reduce(table.grad.div_(world))
         norm = self.dense.grad_norm()
         finite = torch.isfinite(table_norm) if norm is None else torch.isfinite(norm) & torch.isfinite(table_norm)
         bad_gradient = self.runtime.all_reduce((ok & ~finite).double())

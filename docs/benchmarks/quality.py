@@ -90,31 +90,19 @@ def train(args: argparse.Namespace, index: int, name: str, seed: int, words: lis
     return folder
 
 
-@torch.no_grad()
 def predict(folder: Path) -> dict[str, np.ndarray]:
     """Probability, label and user of each test sample, by the run's newest checkpoint (the best one, with `restore_best`)."""
-    from gem_core.config import resolve
-    from gem_core.ops import use_policy
-    from gem_core.train.build import build_parts, build_source
-    from gem_core.train.offline import run_config
-    from gem_core.train.runfolder import RunFolder
-    from gem_core.train.runtime import runtime
-    from gem_core.train.state import load_parameters
+    from gem_core.train.predict import predictor
 
-    resolved = resolve(run_config(folder))
     columns: dict[str, list[np.ndarray]] = {}
-    with runtime(resolved.config) as rt, use_policy(resolved.config.kernels.default, resolved.config.kernels.ops):
-        parts = build_parts(resolved, rt, trains=False)
-        load_parameters(parts, RunFolder(folder).checkpoints.latest()[0])
-        parts.model.eval()
-        for batch in build_source(resolved, "test", rt):
-            logits = parts.module(batch.to(rt.device)).logits[:, 0].double()
-            row = {"p": torch.sigmoid(logits).cpu(), "label": batch.labels[:, 0], "user": batch.columns["user_id"]}
+    with predictor(folder) as model:
+        for batch, logits in model.source("test"):
+            row = {"p": torch.sigmoid(logits[:, 0].double()), "label": batch.labels[:, 0], "user": batch.columns["user_id"]}
             if "true_probability.ctr" in batch.columns:
                 row["true"] = batch.columns["true_probability.ctr"]
             for key, value in row.items():
-                columns.setdefault(key, []).append(np.array(value.tolist()))
-    return {key: np.concatenate(parts_) for key, parts_ in columns.items()}
+                columns.setdefault(key, []).append(value.numpy().astype(float))
+    return {key: np.concatenate(parts) for key, parts in columns.items()}
 
 
 def auc(label: np.ndarray, score: np.ndarray, weight: np.ndarray | None = None) -> float:

@@ -218,7 +218,7 @@ def validate(
 
 def bench_predict(
     rows: Annotated[int, typer.Option(min=1000, help="Rows to predict.")] = 400_000,
-    mean: Annotated[float, typer.Option(min=1, help="Mean history length.")] = 20.0,
+    mean: Annotated[float, typer.Option(min=1, help="Mean of the law of history lengths; new users make the log's own mean lower.")] = 22.0,
     repeats: Annotated[int, typer.Option(min=1, help="Times that the file is predicted; the best counts, all are recorded.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch and of pyarrow.")] = 2,
     seed: Annotated[int, typer.Option(min=0)] = 7,

@@ -189,7 +189,7 @@ def test_local_rates_replace_those_of_the_file(config: Path, tmp_path: Path, cap
         (["--world", "2", "--lengths", 'law="normal"'], "lengths"),
         (["--world", "2", "--measured", "none.json"], "measurements cannot be read"),
         (["--world", "2", "--json", "no/such/folder/plan.json"], "cannot be written"),
-        (["--world", "1", "--set", "data.batch_size=1000000"], "nothing fits"),
+        (["--world", "1", "--set", "data.batch_size=3000000"], "nothing fits"),
     ],
 )
 def test_faults_of_the_user(config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

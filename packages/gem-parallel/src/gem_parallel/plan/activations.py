@@ -6,7 +6,9 @@ the three numbers. Layers that do the same work as an earlier one are left out o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -32,9 +34,39 @@ class Saved:
         """Without the copies of parameters."""
         return self.per_sample * samples + self.per_event * events
 
+    def __sub__(self, other: Saved) -> Saved:
+        return Saved(self.fixed - other.fixed, self.per_sample - other.per_sample, self.per_event - other.per_event)
 
-def saved_bytes(resolved: ResolvedConfig, features: Features) -> dict[str, Saved]:
-    """Saved bytes of "front", "heads" and of each kind of layer by its `workload.signature`."""
+
+@dataclass(frozen=True)
+class Choice:
+    """Regions of a layer that could be recomputed together: their names within the layer, the parts of the model that they are, and what
+    the whole layer then still saves, inputs of the regions included."""
+
+    regions: tuple[str, ...]
+    parts: tuple[str, ...]
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a unit saves, and what it would with regions recomputed."""
+
+    saved: Saved
+    choices: tuple[Choice, ...] = ()
+
+
+_REGIONS = {
+    r"blocks\.[^.]+\.pffn": "pffn",
+    r"blocks\.[^.]+\.attention": "attention",
+    r"blocks\.[^.]+\.ffn": "ffn",
+    r"pools\.[^.]+": "pooling",
+}
+"""Modules of a layer that may be recomputed, and the part that their FLOPs are counted under."""
+
+
+def saved_bytes(resolved: ResolvedConfig, features: Features) -> dict[str, Kept]:
+    """Of "front", "heads" and of each kind of layer by its `workload.signature`."""
     from gem_parallel.plan.workload import signature
 
     config = resolved.config
@@ -51,42 +83,90 @@ def saved_bytes(resolved: ResolvedConfig, features: Features) -> dict[str, Saved
         manager().find("recipe", config.precision.recipe).apply(model, resolved.recipe, RecipeContext(torch.device("cpu"), compile=False))
     few, short, long = 64, 4, 16
     shapes = [(few, short), (2 * few, short), (few, long)]
-    runs = [_pass(mode, model, names, _batch(mode, features, samples, length)) for samples, length in shapes]
+    passes = [_pass(mode, model, names, _batch(mode, features, samples, length)) for samples, length in shapes]
     histories = len(features.sequences)
-    found = {}
-    for unit in ("front", *names, "heads"):
-        base, wider, longer = (float(run.get(unit, 0)) for run in runs)
+
+    def fitted(unit: str, again: frozenset[str] = frozenset()) -> Saved:
+        base, wider, longer = (sum(s.size for s in found if s.home == unit and s.held(unit, again)) for found in passes)
         per_event = (longer - base) / (few * (long - short) * histories) if histories else 0.0
-        per_sample = (wider - base) / few - per_event * short * histories
-        found[unit] = Saved(max(0.0, 2 * base - wider), per_sample, per_event)
+        return Saved(max(0.0, 2.0 * base - wider), (wider - base) / few - per_event * short * histories, per_event)
+
+    found = {unit: Kept(fitted(unit)) for unit in ("front", "heads")}
+    for i, unit in enumerate(names):
+        regions = _regions(model.layers[i])
+        sets = [some for n in range(1, len(regions) + 1) for some in combinations(regions, n)]
+        choices = [tuple(name for part in some for name in regions[part]) for some in sets]
+        found[unit] = Kept(fitted(unit), tuple(Choice(c, some, fitted(unit, frozenset(c))) for c, some in zip(choices, sets)))
     return found
 
 
-def _pass(mode: FakeTensorMode, model: nn.Module, names: list[str], batch: Batch) -> dict[str, int]:
-    """Bytes of the storages that a forward pass saves, by the unit that saves them first; parameters do not count."""
+def _regions(layer: nn.Module) -> dict[str, list[str]]:
+    """Part -> names of its modules in the layer."""
+    found: dict[str, list[str]] = {}
+    for name, _ in layer.named_modules():
+        for pattern, part in _REGIONS.items():
+            if re.fullmatch(pattern, name):
+                found.setdefault(part, []).append(name)
+    return found
+
+
+@dataclass
+class _Storage:
+    """A storage that something holds for backward; ``home`` is the unit that came first."""
+
+    size: int
+    home: str
+    savers: set[tuple[str, str]]
+    inputs: set[tuple[str, str]]
+
+    def held(self, unit: str, again: frozenset[str]) -> bool:
+        """Whether it is kept when the regions ``again`` of ``unit`` are recomputed: saved by another place, or an input of theirs."""
+        elsewhere = any(u != unit or region not in again for u, region in self.savers)
+        return elsewhere or any(u == unit and region in again for u, region in self.inputs)
+
+
+def _pass(mode: FakeTensorMode, model: nn.Module, names: list[str], batch: Batch) -> list[_Storage]:
+    """Storages that a forward pass saves or hands to a region; parameters do not count."""
     parameters = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
-    seen: dict[int, Tensor] = {}
-    found: dict[str, int] = {}
-    current = ["front"]
+    alive: list[Tensor] = []
+    found: dict[int, _Storage] = {}
+    place = ["front", ""]
     hooks: list[Any] = []
 
-    def enter(unit: str, after: str) -> None:
-        module = model.heads if unit == "heads" else model.layers[names.index(unit)]  # type: ignore[index]
-        hooks.append(module.register_forward_pre_hook(lambda *_: current.__setitem__(0, unit)))  # type: ignore[union-attr]
-        hooks.append(module.register_forward_hook(lambda *_: current.__setitem__(0, after)))  # type: ignore[union-attr]
-
-    if names:
-        for unit in (*names, "heads"):
-            enter(unit, "heads")
+    def note(tensor: Tensor) -> _Storage | None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in parameters:
+            return None
+        if storage._cdata not in found:
+            # held, so that no later storage takes its place
+            alive.append(tensor)
+            found[storage._cdata] = _Storage(storage.nbytes(), place[0], set(), set())
+        return found[storage._cdata]
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters and storage._cdata not in seen:
-            # held, so that no later storage takes its place
-            seen[storage._cdata] = tensor
-            found[current[0]] = found.get(current[0], 0) + storage.nbytes()
+        storage = note(tensor)
+        if storage is not None:
+            storage.savers.add((place[0], place[1]))
         return tensor
 
+    def watch(module: nn.Module, index: int, inside: str, after: str) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            place[index] = inside
+            if index == 1:
+                for value in (*args, *kwargs.values()):
+                    storage = note(value) if isinstance(value, Tensor) and value.is_floating_point() else None
+                    if storage is not None:
+                        storage.inputs.add((place[0], inside))
+
+        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(module.register_forward_hook(lambda *_: place.__setitem__(index, after)))
+
+    if names:
+        stack: Any = model.layers
+        for unit, layer in zip(names, stack):
+            watch(layer, 0, unit, "heads")
+            for region in (name for some in _regions(layer).values() for name in some):
+                watch(layer.get_submodule(region), 1, region, "")
     try:
         with mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model.train()
@@ -94,7 +174,7 @@ def _pass(mode: FakeTensorMode, model: nn.Module, names: list[str], batch: Batch
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return list(found.values())
 
 
 def _batch(mode: FakeTensorMode, features: Features, samples: int, length: int) -> Batch:

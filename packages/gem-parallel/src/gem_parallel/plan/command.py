@@ -90,7 +90,7 @@ def plan(
         space = Space.build(workload, place, world, sparse=_strategies(sparse))
         found = search(space)
         chosen, fastest = found.runnable, found.best
-    simulation = simulate(workload, place, chosen.dense, chosen.sparse)
+    simulation = simulate(space.levels[chosen.level].workload, place, chosen.dense, chosen.sparse)
     compared = baselines(space, chosen)
     report.show(report.render(space, chosen, simulation, compared, fastest))
     if explain:

@@ -23,7 +23,7 @@ def neighbours(space: Space, best: Estimate) -> list[Rejected]:
     """Every candidate one step away from ``best``, fastest first."""
     found = []
     for changed, dense, sparse in _steps(space, best.dense, best.sparse):
-        other = space.estimate(dense, sparse)
+        other = space.estimate(dense, sparse, space.level_of(dense, sparse))
         found.append(Rejected(changed, other, _why(space, best, other)))
     return sorted(found, key=lambda r: (r.estimate.memory.bytes > space.room, r.estimate.seconds))
 
@@ -89,11 +89,8 @@ def baselines(space: Space, best: Estimate) -> dict[str, Estimate]:
         Sparse("torchrec", space.world, 1, cuts=cuts) for cuts in _uniform(space)
     ]
     alone = min(one_d, key=lambda s: space.bound(None, s))
-    return {
-        "1D tables": space.estimate(best.dense, alone),
-        "plain FSDP": space.estimate(flat, best.sparse),
-        "1D tables, plain FSDP": space.estimate(flat, alone),
-    }
+    pairs = {"1D tables": (best.dense, alone), "plain FSDP": (flat, best.sparse), "1D tables, plain FSDP": (flat, alone)}
+    return {name: space.estimate(d, s, space.level_of(d, s)) for name, (d, s) in pairs.items()}
 
 
 def _uniform(space: Space) -> Iterator[tuple[Sharding, ...]]:

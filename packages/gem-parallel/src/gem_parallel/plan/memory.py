@@ -45,8 +45,8 @@ def dense_memory(workload: Workload, cluster: Cluster, dense: Dense, events: flo
     casts = sum(u.saved.fixed for u in units) if spread == 1 and workload.cast_parameters else 0.0
     shard = [4.0 * unit.total_parameters / spread for unit in units]
     whole = [4.0 * _own(unit, dense) for unit in units]
-    ends = {0, len(units) - 1}
-    always = sum(copies[i] for i in ends) if spread > 1 else 0.0
+    last = len(units) - 1
+    always = sum(copies[i] for i in {0, last}) if spread > 1 else 0.0
     points: list[tuple[str, dict[str, float]]] = []
 
     def add(name: str, activations: float, gathered: float, gradients: float) -> None:
@@ -56,11 +56,10 @@ def dense_memory(workload: Workload, cluster: Cluster, dense: Dense, events: flo
         """Gathered layers while layer i computes: its own, the next one of the direction, and those that were never freed."""
         if spread == 1:
             return 0.0
-        inner = [j for j in range(len(units)) if j not in ends]
-        near = {i, i + 1 if forward else i - 1} & set(inner)
+        near = {i, i + 1 if forward else i - 1}
         if not dense.reshard:
-            near |= {j for j in inner if j <= i + forward}
-        return always + sum(copies[j] for j in near)
+            near.update(range(1, i + forward + 1))
+        return always + sum(copies[j] for j in near if 0 < j < last)
 
     add("start", 0.0, always, 0.0)
     held = 0.0
@@ -71,7 +70,8 @@ def dense_memory(workload: Workload, cluster: Cluster, dense: Dense, events: flo
     for i in reversed(range(len(units))):
         # What the layer saved is still there while its backward makes the gradients of it; a layer's gradients are reduced one layer later.
         late = whole[i] + (whole[i + 1] if i + 1 < len(units) else 0.0) if spread > 1 else whole[i]
-        add(f"{units[i].name} backward", held + cluster.gpu.transient * saved[i], around(i, False), gradients + late)
+        again = units[i].restored.bytes(workload.batch, events)
+        add(f"{units[i].name} backward", held + again + cluster.gpu.transient * (saved[i] + again), around(i, False), gradients + late)
         held -= saved[i]
         gradients += shard[i]
     add("end", 0.0, always, gradients)

@@ -37,24 +37,30 @@ class UnitTimes:
 
 def compute_times(workload: Workload, cluster: Cluster, lengths: Lengths) -> tuple[UnitTimes, ...]:
     """Seconds of each unit on ranks whose batches have ``lengths [..., B]``; arrays ``[...]``. Units that do the same work share theirs."""
-    peak = cluster.flops(workload.recipe)
-    known: dict[int, UnitTimes] = {}
+    known: dict[tuple[int, tuple[str, ...]], UnitTimes] = {}
 
     def seconds(works: Iterable[tuple[str, PartWork]], backward: bool) -> Any:
-        total: Any = 0.0
-        for part, work in works:
-            flops = work.gemm * 2 + work.attention_backward if backward else work.gemm + work.attention
-            total = total + flops.over(lengths) / (peak * cluster.gpu.mfu.of(part, backward=backward))
-        return total
+        return part_seconds(works, lengths, workload.recipe, cluster, backward=backward)
 
     def of(unit: Unit) -> UnitTimes:
-        if id(unit.work) not in known:
+        key = id(unit.work), unit.again
+        if key not in known:
             inside = [] if unit.experts is None else list(unit.experts.work.items()) * unit.experts.count
             both = [seconds(works, backward) for works in (unit.work.items(), inside) for backward in (False, True)]
-            known[id(unit.work)] = UnitTimes(*both)
-        return known[id(unit.work)]
+            both[1] = both[1] + seconds([(part, unit.work[part]) for part in unit.again if part in unit.work], False)
+            known[key] = UnitTimes(*both)
+        return known[key]
 
     return tuple(of(unit) for unit in workload.units)
+
+
+def part_seconds(works: Iterable[tuple[str, PartWork]], lengths: Lengths, recipe: str, cluster: Cluster, *, backward: bool = False) -> Any:
+    """Seconds of parts at their local MFU, ``[...]`` for lengths ``[..., B]``."""
+    total: Any = 0.0
+    for part, work in works:
+        flops = work.gemm * 2 + work.attention_backward if backward else work.gemm + work.attention
+        total = total + flops.over(lengths) / (cluster.flops(recipe) * cluster.gpu.mfu.of(part, backward=backward))
+    return total
 
 
 def slowest(times: tuple[UnitTimes, ...]) -> tuple[int, tuple[UnitTimes, ...]]:

@@ -53,9 +53,19 @@ def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> Rendera
         f"tables {w.table_bytes / 1e9:,.1f} GB by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
         f"step {chosen.seconds * 1e3:,.1f} ms ({simulation.seconds * 1e3:,.1f} ms simulated over all ranks, whose slowest computes "
         f"{simulation.imbalance:.2f} x the mean), {samples:,.0f} samples/s",
+        f"recomputed in backward: {_modules(space, chosen)}",
         f"memory {chosen.memory.bytes / 1e9:.1f} of {space.room / 1e9:.1f} GB at {chosen.memory.points[chosen.memory.peak][0]!r}",
     ]
     return Text("\n".join(lines) + "\n")
+
+
+def _modules(space: Space, chosen: Estimate) -> str:
+    """The recomputed regions with the number of layers, as in "attention in 5 layers"."""
+    parts: dict[str, int] = {}
+    for unit in space.levels[chosen.level].workload.units:
+        for part in unit.again:
+            parts[part] = parts.get(part, 0) + 1
+    return ", ".join(f"{part} in {count} layers" for part, count in parts.items()) or "nothing"
 
 
 def _axes(space: Space, chosen: Estimate) -> Table:
@@ -138,6 +148,7 @@ def prediction(space: Space, chosen: Estimate, simulation: Simulation, baselines
             "table_bytes": _spread(simulation.table_bytes),
             "memory_bytes": _spread(simulation.memory),
         },
+        "recomputed": list(chosen.recomputed),
         "placement": {axis: tiers_text(space, chosen, axis) for axis in (*DENSE_ORDER, *SPARSE_ORDER)},
         "baselines": {
             name: {
@@ -164,7 +175,11 @@ def _spread(values: Any) -> dict[str, float]:
 def configuration(plain: dict[str, Any], space: Space, chosen: Estimate, predicted: dict[str, Any]) -> dict[str, Any]:
     """The user's configuration with the planned ``[parallel]`` section and the prediction beside it: what ``gemrec train`` takes."""
     kept = {key: value for key, value in plain.get("parallel", {}).items() if key == "timeout_s"}
-    return {**plain, "parallel": {**kept, **to_parallel(chosen.dense, chosen.sparse, space.workload)}, "plan": predicted}
+    section = {**kept, **to_parallel(chosen.dense, chosen.sparse, space.workload)}
+    train = plain.get("train", {})
+    if chosen.recomputed:
+        train = {**train, "callbacks": {**train.get("callbacks", {}), "recompute": {"modules": list(chosen.recomputed)}}}
+    return {**plain, "train": train, "parallel": section, "plan": predicted}
 
 
 def write_ranks(path: Path, space: Space, chosen: Estimate, simulation: Simulation) -> None:

@@ -7,13 +7,14 @@ side; pairs are then taken in the order of their bounds, until no bound is below
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gem_core.errors import ConfigError
+from gem_parallel.plan.budget import Level, levels
 from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, dense_candidates, sparse_candidates
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.engine import Op, Trace, run
@@ -27,13 +28,17 @@ MARGIN = 0.9
 
 @dataclass(frozen=True)
 class Estimate:
-    """One candidate: ``seconds`` of a step (of the rank that computes longest, all others waiting for it) and ``memory`` of the busiest."""
+    """One candidate: ``seconds`` of a step (of the rank that computes longest, all others waiting for it) and ``memory`` of the busiest.
+
+    ``recomputed``: modules whose activations are made again in backward, those of the space's ``level``."""
 
     dense: Dense
     sparse: Sparse
     memory: Memory
     ops: tuple[Op, ...] = field(repr=False)
     trace: Trace = field(repr=False)
+    level: int = 0
+    recomputed: tuple[str, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
@@ -106,16 +111,18 @@ class Space:
     dense: list[Dense]
     sparse: list[Sparse]
     evaluated: int = 0
-    _dense_memory: dict[Dense, list[tuple[str, dict[str, float]]]] = field(default_factory=dict)
+    levels: list[Level] = field(default_factory=list)
+    _dense_memory: dict[tuple[Dense, int], list[tuple[str, dict[str, float]]]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, workload: Workload, cluster: Cluster, world: int, *, sparse: Sequence[str] = (), seed: int = 0) -> Space:
         """:param sparse: names of the sparse strategies to consider; none: all."""
         cluster.check_world(world)
         lengths = workload.draw(world, seed)
-        _, times = slowest(compute_times(workload, cluster, lengths))
+        rank, times = slowest(compute_times(workload, cluster, lengths))
         events = float(sum(values.sum(-1).max() for name, values in lengths.items() if name))
         space = cls(workload, cluster, world, times, events, [], [])
+        space.levels = levels(workload, cluster, times, {name: values[rank : rank + 1] for name, values in lengths.items()}, events)
         space.dense = dense_candidates(workload, world, cluster)
         space.sparse = sparse_candidates(workload, world, cluster, sparse)
         return space
@@ -129,25 +136,42 @@ class Space:
     def room(self) -> float:
         return self.cluster.gpu.memory_gb * 1e9
 
-    def dense_memory(self, dense: Dense) -> list[tuple[str, dict[str, float]]]:
-        if dense not in self._dense_memory:
-            self._dense_memory[dense] = dense_memory(self.workload, self.cluster, dense, self.events)
-        return self._dense_memory[dense]
+    def dense_memory(self, dense: Dense, level: int = 0) -> list[tuple[str, dict[str, float]]]:
+        if (dense, level) not in self._dense_memory:
+            self._dense_memory[dense, level] = dense_memory(self.levels[level].workload, self.cluster, dense, self.events)
+        return self._dense_memory[dense, level]
 
-    def memory(self, dense: Dense, sparse: Sparse) -> Memory:
-        return step_memory(self.dense_memory(dense), table_memory(self.workload, sparse), self.cluster)
+    def memory(self, dense: Dense, sparse: Sparse, level: int = 0) -> Memory:
+        return step_memory(self.dense_memory(dense, level), table_memory(self.workload, sparse), self.cluster)
 
-    def peaks(self) -> NDArray[np.float64]:
-        """Peak memory of every pair, ``[dense, sparse]`` bytes."""
+    def peaks(self, level: int = 0) -> NDArray[np.float64]:
+        """Peak memory of every pair at a level of recomputation, ``[dense, sparse]`` bytes."""
         names = [name for name, _ in self.dense_memory(self.dense[0])]
-        ours = np.array([[sum(amounts.values()) for _, amounts in self.dense_memory(d)] for d in self.dense])
+        ours = np.array([[sum(amounts.values()) for _, amounts in self.dense_memory(d, level)] for d in self.dense])
         theirs = np.array([table_points(names, table_memory(self.workload, s)) for s in self.sparse])
         return np.array([(row + theirs).max(1) for row in ours]) + self.cluster.gpu.reserved_gb * 1e9
 
-    def estimate(self, dense: Dense, sparse: Sparse) -> Estimate:
+    def first_level(self) -> NDArray[np.int64]:
+        """The least recomputation with which each pair fits, ``[dense, sparse]``; -1: none is enough."""
+        last = len(self.levels) - 1
+        found = np.where(self.peaks(last) <= self.room, last, -1)
+        for level in range(last):
+            fits = self.peaks(level) <= self.room
+            found = np.where(fits & ((found < 0) | (found > level)), level, found)
+            if (fits | (found < 0)).all():
+                break
+        return found
+
+    def level_of(self, dense: Dense, sparse: Sparse) -> int:
+        """The least recomputation with which a pair fits; 0 where none is enough."""
+        return next((i for i in range(len(self.levels)) if self.memory(dense, sparse, i).bytes <= self.room), 0)
+
+    def estimate(self, dense: Dense, sparse: Sparse, level: int = 0) -> Estimate:
         self.evaluated += 1
-        ops = step(self.workload, self.cluster, self.times, dense, sparse)
-        return Estimate(dense, sparse, self.memory(dense, sparse), tuple(ops), run(ops, slowdown=self.cluster.collectives.slowdown))
+        at = self.levels[level]
+        ops = step(at.workload, self.cluster, at.times, dense, sparse)
+        memory = self.memory(dense, sparse, level)
+        return Estimate(dense, sparse, memory, tuple(ops), run(ops, slowdown=self.cluster.collectives.slowdown), level, at.modules)
 
     def bound(self, dense: Dense | None, sparse: Sparse | None) -> float:
         """Seconds of a step in which only one side communicates."""
@@ -179,18 +203,18 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
     :raises ConfigError: nothing fits; the message names the least that is missing and the largest batch that would do.
     """
     alone = space.compute
-    dense_bounds = [space.bound(d, None) for d in space.dense]
-    sparse_bounds = [space.bound(None, s) for s in space.sparse]
-    fitting = [
-        (alone + MARGIN * (max(dense_bounds[i], sparse_bounds[j]) - alone), space.dense[i], space.sparse[j])
-        for i, j in zip(*np.nonzero(space.peaks() <= space.room))
-    ]
-    if not fitting:
+    dense_bounds = np.array([space.bound(d, None) for d in space.dense])
+    sparse_bounds = np.array([space.bound(None, s) for s in space.sparse])
+    first = space.first_level()
+    if (first < 0).all():
         raise _too_large(space)
-    fitting.sort(key=lambda item: item[0])
+    bounds = alone + MARGIN * (np.maximum(dense_bounds[:, None], sparse_bounds) - alone)
+    order = np.argsort(np.where(first >= 0, bounds, np.inf), axis=None, kind="stable")
     best: Estimate | None = None
     runnable: Estimate | None = None
-    for lower, d, s in fitting:
+    for at in order[: int((first >= 0).sum())]:
+        i, j = divmod(int(at), len(space.sparse))
+        d, s, lower = space.dense[i], space.sparse[j], bounds[i, j]
         runs = d.runnable and s.runnable
         if not exhaustive:
             good = runnable if runs else best
@@ -198,7 +222,7 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
                 break
             if good and lower > good.seconds:
                 continue
-        found = space.estimate(d, s)
+        found = space.estimate(d, s, int(first[i, j]))
         if best is None or rank_key(found) < rank_key(best):
             best = found
         if runs and (runnable is None or rank_key(found) < rank_key(runnable)):
@@ -212,12 +236,13 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
 
 
 def _too_large(space: Space) -> ConfigError:
+    lean = _leanest(space.dense)
+
     def least(batch: int) -> Memory:
-        other = Space(
-            space.workload.with_batch(batch), space.cluster, space.world, space.times, space.events * batch / space.workload.batch,
-            space.dense, space.sparse,
-        )  # fmt: skip
-        return min((other.memory(d, s) for d in _leanest(other.dense) for s in space.sparse), key=lambda m: m.bytes)
+        share = batch / space.workload.batch
+        scaled = [replace(level, workload=level.workload.with_batch(batch)) for level in space.levels]
+        other = replace(space, workload=space.workload.with_batch(batch), levels=scaled, events=space.events * share, _dense_memory={})
+        return min((other.memory(d, s, len(scaled) - 1) for d in lean for s in space.sparse), key=lambda m: m.bytes)
 
     needed, room = least(space.workload.batch), space.room
     batch = space.workload.batch

@@ -24,7 +24,7 @@ from gem_core.model.contract import TableSet
 from gem_core.model.flops import ModelFlops
 from gem_core.model.tables import deferred_tables
 from gem_core.plugins import manager
-from gem_parallel.plan.activations import Saved, saved_bytes
+from gem_parallel.plan.activations import Choice, Kept, Saved, saved_bytes
 
 Floats = NDArray[np.float64]
 Lengths = Mapping[str, NDArray[np.int64]]
@@ -77,13 +77,20 @@ class Experts:
 
 @dataclass(frozen=True)
 class Unit:
-    """``parameters`` without the experts', ``work`` likewise; ``saved`` is what backward needs of one step's forward, experts included."""
+    """``parameters`` without the experts', ``work`` likewise; ``saved`` is what backward needs of one step's forward, experts included.
+
+    ``choices``: sets of regions that could be recomputed instead. ``restored``: what backward makes again before it runs, by the
+    forward of the parts ``again``.
+    """
 
     name: str
     parameters: int
     work: Mapping[str, PartWork]
     saved: Saved
     experts: Experts | None = None
+    choices: tuple[Choice, ...] = ()
+    restored: Saved = field(default_factory=Saved)
+    again: tuple[str, ...] = ()
 
     @property
     def total_parameters(self) -> int:
@@ -197,27 +204,27 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     )  # fmt: skip
 
 
-def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Saved]) -> tuple[Unit, ...]:
+def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Kept]) -> tuple[Unit, ...]:
     """Units of a model in the order of its forward pass; one for a model without ``layers``."""
     stack = getattr(model, "layers", None)
     layers: list[Any] = list(stack) if isinstance(stack, nn.ModuleList) else []
     if not hasattr(model, "heads") or not layers or not all(hasattr(layer, "interaction") for layer in layers):
         count = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
-        return (Unit("model", count, curves(model, lengths), saved["front"]),)
+        return (Unit("model", count, curves(model, lengths), saved["front"].saved),)
     with _layers(model, []):
         ends = curves(model, lengths)
     heads = {part: ends.pop(part) for part in ("heads",) if part in ends}
     inside = sum(p.numel() for layer in layers for p in layer.parameters())
     head = sum(p.numel() for n, p in model.named_parameters() if n.startswith("heads."))
     dense = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
-    found = [Unit("front", dense - inside - head, ends, saved["front"])]
+    found = [Unit("front", dense - inside - head, ends, saved["front"].saved)]
     known: dict[str, Unit] = {}
     for i, layer in enumerate(layers):
         key = signature(layer)
         if key not in known:
             known[key] = _layer_unit(model, layer, lengths, {**ends, **heads}, saved[key])
         found.append(replace(known[key], name=f"layer {i}"))
-    return (*found, Unit("heads", head, heads, saved["heads"]))
+    return (*found, Unit("heads", head, heads, saved["heads"].saved))
 
 
 def signature(layer: nn.Module) -> str:
@@ -226,13 +233,13 @@ def signature(layer: nn.Module) -> str:
     return " ".join([*kinds, *(f"{n}{tuple(p.shape)}" for n, p in layer.named_parameters())])
 
 
-def _layer_unit(model: RankingModel, layer: Any, lengths: Lengths, ends: Mapping[str, PartWork], saved: Saved) -> Unit:
+def _layer_unit(model: RankingModel, layer: Any, lengths: Lengths, ends: Mapping[str, PartWork], kept: Kept) -> Unit:
     with _layers(model, [layer]):
         whole = _minus(curves(model, lengths), ends)
     everything = sum(p.numel() for p in layer.parameters())
     experts = getattr(layer.interaction, "experts", None)
     if not isinstance(experts, nn.ModuleList) or not len(experts):
-        return Unit("", everything, whole, saved)
+        return Unit("", everything, whole, kept.saved, choices=kept.choices)
     with _layers(model, [layer]):
         layer.interaction.experts = nn.ModuleList()
         trunk = _minus(curves(model, lengths), ends)
@@ -241,7 +248,8 @@ def _layer_unit(model: RankingModel, layer: Any, lengths: Lengths, ends: Mapping
     share = {part: replace(work, gemm=work.gemm * (1 / n)) for part, work in _minus(whole, trunk).items() if work.gemm.constant}
     dim = model.config.dim
     elements = (layer.own + layer.pooled) * dim, layer.interaction.tokens * dim
-    return Unit("", everything - sum(p.numel() for p in experts.parameters()), trunk, saved, Experts(n, one, share, *elements))
+    outside = everything - sum(p.numel() for p in experts.parameters())
+    return Unit("", outside, trunk, kept.saved, Experts(n, one, share, *elements), kept.choices)
 
 
 def curves(model: RankingModel, lengths: Lengths) -> dict[str, PartWork]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from pathlib import Path
@@ -73,6 +74,12 @@ def test_synth_writes_the_log_of_the_synthetic_source(tmp_path):
         assert torch.equal(a.sequences["history"].fields[name], b.sequences["history"].fields[name])
     assert torch.equal(a.columns["true_probability.ctr"], b.columns["true_probability.ctr"])
     assert load_config(tmp_path / "log" / "config.toml").model.preset == "tiny"
+    lengths = json.loads((tmp_path / "log" / "lengths.json").read_text())
+    assert lengths["law"]["law"] == "lognormal"
+    stored = a.sequences["history"].lengths.float()
+    assert (lengths["eval"]["n"], lengths["eval"]["max"]) == (500, int(stored.max()))
+    assert lengths["eval"]["mean"] == pytest.approx(stored.mean().item())
+    assert sum(lengths["train"]["counts"].values()) == 20_000
 
 
 def test_synth_again_gives_the_same_bytes(tmp_path):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from gem_core.config.features import Features
 from gem_core.sources.contract import TRUE_PROBABILITY
+from gem_core.sources.laws import histogram
 from gem_core.sources.planted import DENSE, PlantedLog, Samples
 from gem_core.sources.synthetic import HISTORY, SyntheticConfig, synthetic_features
 from gem_data.writer import config_toml, write_parquet, write_text
@@ -29,12 +33,17 @@ def parquet_features(config: SyntheticConfig) -> Features:
 
 
 def write_synthetic(out: Path, config: SyntheticConfig) -> dict[str, int]:
-    """Write ``train.parquet``, ``eval.parquet``, ``test.parquet`` and ``config.toml``; returns the rows of each split."""
+    """Write ``train.parquet``, ``eval.parquet``, ``test.parquet``, ``config.toml`` and ``lengths.json`` (law, seed and histogram of the
+    history lengths of each split); returns the rows of each split."""
     log = PlantedLog(config)
-    rows = {}
+    rows: dict[str, int] = {}
+    lengths: dict[str, Any] = {"law": config.length.model_dump(mode="json"), "seed": config.seed}
     for split in ("train", "eval", "test"):
         start, stop = config.split(split)
-        rows[split] = write_parquet(out / f"{split}.parquet", _schema(), _tables(log, start, stop))
+        drawn: list[NDArray[np.int64]] = []
+        rows[split] = write_parquet(out / f"{split}.parquet", _schema(), _tables(log, start, stop, drawn))
+        lengths[split] = histogram(np.concatenate(drawn))
+    write_text(out / "lengths.json", json.dumps(lengths, indent=1) + "\n")
     splits = {split: f"{split}.parquet" for split in rows}
     write_text(out / "config.toml", config_toml("synthetic", parquet_features(config), splits, "user_id"))
     return rows
@@ -51,9 +60,11 @@ def _schema() -> pa.Schema:
     )
 
 
-def _tables(log: PlantedLog, start: int, stop: int) -> Iterator[pa.Table]:
+def _tables(log: PlantedLog, start: int, stop: int, drawn: list[NDArray[np.int64]]) -> Iterator[pa.Table]:
     for first in range(start, stop, ROW_GROUP):
-        yield _table(log.samples(np.arange(first, min(first + ROW_GROUP, stop))))
+        samples = log.samples(np.arange(first, min(first + ROW_GROUP, stop)))
+        drawn.append(np.diff(samples.events.offsets))
+        yield _table(samples)
 
 
 def _table(s: Samples) -> pa.Table:

@@ -18,7 +18,9 @@ from gem_kernels.bench.attention_rows import ROWS, Data, small
 from gem_kernels.triton.common.launch import Compiled, compile_only
 from gem_kernels.triton.hopper.spec import specs
 
-INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor.4d.shared", "cp.async.bulk.tensor.4d.global", "setmaxnreg", "red.global", "atom.global")
+INSTRUCTIONS = (
+    "wgmma.mma_async", "cp.async.bulk.tensor.4d.shared", "cp.async.bulk.tensor.4d.global", "setmaxnreg", "red.global", "atom.global",
+)  # fmt: skip
 
 
 def attention(name: str, op: str, pass_: str) -> None:

@@ -37,7 +37,7 @@ def register(app: CommandGroups) -> None:
 def bench_kernels(
     family: Family = "all",
     rows: Rows = "",
-    impls: Impls = "triton,hopper",
+    impls: Impls = "triton",
     ops: Ops = "",
     budget: Budget = 540.0,
     peers: Peers = True,
@@ -58,7 +58,7 @@ def bench_kernels(
 
 
 def kernels_tune(
-    family: Family = "all", rows: Rows = "", impls: Impls = "triton,hopper", ops: Ops = "", budget: Budget = 3600.0,
+    family: Family = "all", rows: Rows = "", impls: Impls = "triton", ops: Ops = "", budget: Budget = 3600.0,
     workers: Workers = None, out: Out = None,
 ) -> None:  # fmt: skip
     """Measure every candidate configuration of the benchmark's problems on this GPU and remember the best for later runs on this machine.

@@ -2,7 +2,8 @@
 
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q          four products a tile
 
-The query heads of a group follow one another, so dK and dV are written once, without atomics, through the slots of K and V.
+The query heads of a group follow one another, so dK and dV are written once, without atomics, through the slots of K and V
+(64 rows each: the rows of a slice of a larger slot do not lie as a box of 64 rows wants them).
 """
 
 # ruff: noqa: SIM113 - the compiler knows no enumerate
@@ -35,8 +36,10 @@ def _producer(
         slot = tile % HELD
         mbarrier.wait(k_empty.index(slot), (tile // HELD & 1) ^ 1)
         mbarrier.expect(k_full.index(slot), 4 * 128 * D)
-        load_box(k, row, lk, n0, kv_head * D, k_full.index(slot), k_slots.index(slot), 128, D)
-        load_box(v, row, lk, n0, kv_head * D, k_full.index(slot), v_slots.index(slot), 128, D)
+        for half in gl.static_range(2):
+            at = n0 + half * 64
+            load_box(k, row, lk, at, kv_head * D, k_full.index(slot), k_slots.index(2 * slot + half), 64, D)
+            load_box(v, row, lk, at, kv_head * D, k_full.index(slot), v_slots.index(2 * slot + half), 64, D)
         tile += 1
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
             for x in range(first, last):
@@ -73,8 +76,8 @@ def _consumer(
         slot = tile % HELD
         mbarrier.wait(k_full.index(slot), tile // HELD & 1)
         if own < lk:
-            k_tile = k_slots.index(slot).slice(WHO * 64, 64)
-            v_tile = v_slots.index(slot).slice(WHO * 64, 64)
+            k_tile = k_slots.index(2 * slot + WHO)
+            v_tile = v_slots.index(2 * slot + WHO)
             j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             j1 = gl.minimum(own + 64, lk)
             dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
@@ -156,8 +159,8 @@ def hopper_bwd_dkdv_kernel(
     total = gl.load(tile_count) * HKV
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    k_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
-    v_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
+    k_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
+    v_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
     q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     q_full, q_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)

@@ -3,7 +3,7 @@
     S = Q Kᵀ, dP = dO Vᵀ  ->  dS, in registers  ->  dQ += dS K          three products a tile
 
 For softmax the kernel also leaves delta = rowsum(O ∘ dO) in memory, which the key side reads; it therefore runs first. dQ leaves through
-the slot of Q.
+the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one do not lie as a box of 64 rows wants them.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -37,8 +37,10 @@ def _producer(
         slot = tile % HELD
         mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 4 * 128 * D)
-        load_box(q, row, lq, m0, head * D, q_full.index(slot), q_slots.index(slot), 128, D)
-        load_box(dout, row, lq, m0, head * D, q_full.index(slot), do_slots.index(slot), 128, D)
+        for half in gl.static_range(2):
+            at = m0 + half * 64
+            load_box(q, row, lq, at, head * D, q_full.index(slot), q_slots.index(2 * slot + half), 64, D)
+            load_box(dout, row, lq, at, head * D, q_full.index(slot), do_slots.index(2 * slot + half), 64, D)
         tile += 1
         for x in range(first, last):
             stage = step % STAGES
@@ -78,8 +80,8 @@ def _consumer(
         if own < lq:
             begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
             i = own + gl.arange(0, 64, layout=row_layout)
-            q_tile = q_slots.index(slot).slice(WHO * 64, 64)
-            do_tile = do_slots.index(slot).slice(WHO * 64, 64)
+            q_tile = q_slots.index(2 * slot + WHO)
+            do_tile = do_slots.index(2 * slot + WHO)
             act_id = 0
             if act_ids is not None:
                 act_id = gl.load(act_ids + head)
@@ -158,8 +160,8 @@ def hopper_bwd_dq_kernel(
     total = gl.load(tile_count) * H
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
-    do_slots = gl.allocate_shared_memory(dtype, [HELD, 128, D], tile)
+    q_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
+    do_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     q_full, q_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)

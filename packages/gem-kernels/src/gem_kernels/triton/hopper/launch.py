@@ -74,8 +74,10 @@ def candidates(kernel: str, p: Plan, info: DeviceInfo, gluon_only: bool) -> list
     return found if gluon_only else [*found, _PORTABLE]
 
 
-def _query_side(*_: Any) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 128, "STAGES": 2, "HELD": 1}]
+def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
+    found = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 128, "STAGES": 2, "HELD": 1}]
+    # 128 keys, an activation's slope and a mask do not fit the registers.
+    return found if p.softmax or p.mask == "full" else found[:1]
 
 
 def _key_side(*_: Any) -> list[Config]:
@@ -172,7 +174,7 @@ def _backward(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         tiles, n = x.q_tiles(_ROWS), config["BLOCK_N"]
         launch(
             hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-            _box(x.q, _ROWS), _box(x.k, n), _box(x.v, n), _box(dout, _ROWS), _box(dq, 64), dq, out, lse, delta,
+            _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, lse, delta,
             _table(tiles, x.q_offsets, x.k_offsets), tiles.count, x.q_offsets, x.act_ids, x.batch, x.out_rows, p.left, p.right,
             p.scale, p.scale * gain, delta_scale, *strides, H=p.heads, **config, **constants,
         )  # fmt: skip
@@ -181,7 +183,7 @@ def _backward(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         tiles = x.k_tiles(_ROWS)
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-            _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
+            _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
             _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
             p.left, p.right, p.scale, p.scale * gain, gain, HKV=p.kv_heads, **config, **constants,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The Hopper implementations of `jagged_attention`, `gdpa` and `norm_linear` that gem-kernels offers.
 
-``hopper`` takes these kernels where they were measured to be faster and the portable ones elsewhere, pass by pass; ``hopper-only`` takes no
-others.
+``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others. Neither is
+chosen automatically yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PRIORITY = 6
-"""Below the portable kernels until measured."""
+"""Below the portable kernels until they have been right and faster on a GPU."""
 _FORCED = 5
 _TRITON = "3.6"
 _WIDTHS = (64, 128)

@@ -16,11 +16,13 @@ import argparse
 import gc
 import os
 import statistics
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,8 @@ GEM: dict[str, dict[str, Any]] = {
     "gem-2d whole, article order": {"schedule": "article"},
     "gem-2d touched": {"exchange": "touched"},
 }
-PEERS = {
-    "TorchRec 1D": "1d",
-    "TorchRec 2D, no average": "2d",
-    "TorchRec 2D, average each step": "2d",
-    "TorchRec FULLY_SHARDED": "fully-sharded",
-}
+BASE = "TorchRec FULLY_SHARDED"
+PEERS = {BASE: "fully-sharded", "TorchRec 1D": "1d", "TorchRec 2D, no average": "2d", "TorchRec 2D, average each step": "2d"}
 
 
 def arguments() -> argparse.Namespace:
@@ -67,9 +65,10 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--tower", type=int, nargs="+", default=[24], help="layers of the dense tower (8192 x 8192, bf16)")
     p.add_argument(
-        "--ctas", type=int, nargs="+", default=[0, 16, 8, 4], help="limits of the exchange's SMs to try beside the tower; 0: none"
+        "--ctas", type=int, nargs="+", default=[8, 0, 4, 16], help="limits of the exchange's SMs to try beside the tower; 0: none"
     )
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    p.add_argument("--budget", type=float, default=1e9, help="seconds after which nothing more is begun")
     p.add_argument("--skip-peers", action="store_true")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")))
@@ -80,6 +79,7 @@ class Bench:
     """The tables, the batches of this rank, and the measuring."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self.started = time.monotonic()
         self.args, self.rank, self.world = args, dist.get_rank(), dist.get_world_size()
         self.cuda = args.device == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
@@ -181,12 +181,16 @@ class Bench:
 
     def mark(self) -> Any:
         if not self.cuda:
-            import time
-
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def time_left(self) -> bool:
+        """Whether the budget allows something more: rank 0's clock decides for all."""
+        left = torch.tensor([float(time.monotonic() - self.started < self.args.budget)])
+        dist.broadcast(left, 0)
+        return bool(left)
 
     def settle(self) -> None:
         if self.cuda:
@@ -239,25 +243,28 @@ class Bench:
 
 def check_simulators(bench: Bench) -> list[dict[str, Any]]:
     """gem-2d on the device against the single-process simulators: results of ten steps and final state."""
-    world, device = bench.world, str(bench.device)
-    kernels = ["fbgemm", "torch"] if bench.cuda else ["torch"]
-    rows = []
-    for schedule, exchange in (("article", "whole"), ("torchrec", "whole"), ("article", "touched")):
-        for kernel in kernels:
-            for prefetch in (False, True):
-                task = {
-                    "strategy": "gem-2d", "model": bench.args.model, "steps": 10, "weighted": prefetch, "prefetch": prefetch,
-                    "samples": [[4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1)], "optimizer": {"lr": 0.1, "eps": 1e-3},
-                    "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row"},
-                }  # fmt: skip
-                task["samples"] = [s[:world] for s in task["samples"]]
+    world, device, kernel = bench.world, str(bench.device), "fbgemm" if bench.cuda else "torch"
+    rows: list[dict[str, Any]] = []
+    for prefetch in (True, False):
+        for schedule, exchange in (("torchrec", "whole"), ("article", "whole"), ("article", "touched")):
+            if prefetch is False and not bench.time_left():
+                continue
+            task = {
+                "strategy": "gem-2d", "model": bench.args.model, "steps": 10, "weighted": prefetch, "prefetch": prefetch,
+                "samples": [s[:world] for s in ([4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1))],
+                "optimizer": {"lr": 0.1, "eps": 1e-3},
+                "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row"},
+            }  # fmt: skip
+            try:
+                found = run_rank(bench.rank, world, task, device)
                 ranks: list[Any] = [None] * world
-                dist.all_gather_object(ranks, run_rank(bench.rank, world, task, device))
+                dist.all_gather_object(ranks, found)
                 error = _against_simulator(ranks, task, world, schedule if exchange == "whole" else "mean")
-                rows.append(
-                    {"exchange": exchange, "schedule": schedule, "kernel": kernel, "prefetch": str(prefetch), "largest error": error}
-                )
-                bench.say(str(rows[-1]))
+            except Exception:
+                print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
+                error = float("inf")
+            rows.append({"exchange": exchange, "schedule": schedule, "kernel": kernel, "ids ahead": str(prefetch), "largest error": error})
+            bench.say(str(rows[-1]))
     return rows
 
 
@@ -371,44 +378,53 @@ def main() -> None:
     args = arguments()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", timeout=timedelta(seconds=45))
     bench = Bench(args)
     data: dict[str, Any] = {"environment": {}, "correctness": check_simulators(bench), "steps": [], "overlap": [], "failed": []}
     builds: dict[str, Callable[[], Any]] = {}
-    if bench.cuda and not args.skip_peers:
-        builds |= {name: partial(bench.peer_step, name) for name in PEERS}
-    for name, options in GEM.items():
-        if wrong(data["correctness"], options):
-            data["failed"].append({"strategy": name, "error": "wrong on small tables, not timed"})
-            continue
-        builds[name] = partial(bench.gem_step, options, False)
-        builds[f"{name}, ids ahead"] = partial(bench.gem_step, options, True)
+    peers_too = bench.cuda and not args.skip_peers
+    if peers_too:
+        builds[BASE] = partial(bench.peer_step, BASE)
+    for ahead in (True, False):
+        for name, options in GEM.items():
+            if wrong(data["correctness"], options):
+                data["failed"].append({"strategy": name, "error": "wrong on small tables, not timed"})
+            else:
+                builds[f"{name}{', ids ahead' if ahead else ''}"] = partial(bench.gem_step, options, ahead)
+    if peers_too:
+        builds |= {name: partial(bench.peer_step, name) for name in PEERS if name != BASE}
     found: dict[str, list[dict[str, Any]]] = {}
-    for round_ in range(args.rounds):
-        for name in list(builds) if round_ % 2 == 0 else list(reversed(builds)):
-            try:
-                row = bench.measured(name, builds[name])
-            except Exception:
-                data["failed"].append({"strategy": name, "error": traceback.format_exc().splitlines()[-1]})
-                print(f"rank {bench.rank}: {name}: {traceback.format_exc()}", flush=True)
-                row = None
-            if row is not None:
-                found.setdefault(name, []).append(row)
-        data["steps"] = summary(found)
+    timed(bench, data, found, builds)
+    for layers, schedule, ctas in product(args.tower, ("torchrec", "article"), args.ctas if bench.cuda else [0]):
+        if wrong(data["correctness"], {"schedule": schedule}) or not bench.time_left():
+            continue
+        try:
+            data["overlap"].append(overlap(bench, schedule, layers, ctas))
+        except Exception:
+            data["failed"].append({"strategy": f"tower, {schedule}, {ctas}", "error": traceback.format_exc().splitlines()[-1]})
+            print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
         save(bench, data)
-    for layers in args.tower:
-        for schedule in ("torchrec", "article"):
-            if wrong(data["correctness"], {"schedule": schedule}):
-                continue
-            for ctas in args.ctas if bench.cuda else [0]:
-                try:
-                    data["overlap"].append(overlap(bench, schedule, layers, ctas))
-                except Exception:
-                    data["failed"].append({"strategy": f"tower, {schedule}, {ctas}", "error": traceback.format_exc().splitlines()[-1]})
-                    print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
-                save(bench, data)
+    for round_ in range(1, args.rounds):
+        timed(bench, data, found, dict(reversed(builds.items())) if round_ % 2 else builds)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def timed(bench: Bench, data: dict[str, Any], found: dict[str, list[dict[str, Any]]], builds: dict[str, Callable[[], Any]]) -> None:
+    """One round over all strategies."""
+    for name, build in builds.items():
+        if not bench.time_left():
+            continue
+        try:
+            row = bench.measured(name, build)
+        except Exception:
+            data["failed"].append({"strategy": name, "error": traceback.format_exc().splitlines()[-1]})
+            print(f"rank {bench.rank}: {name}: {traceback.format_exc()}", flush=True)
+            row = None
+        if row is not None:
+            found.setdefault(name, []).append(row)
+        data["steps"] = summary(found)
+        save(bench, data)
 
 
 def summary(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -418,7 +434,7 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {k: statistics.median(m[k] for m in measured) if k != "strategy" else name for k in measured[0]}
         row["rounds ms"] = " ".join(f"{m['ms']:.2f}" for m in measured)
         rows.append(row)
-    base = next((r for r in rows if r["strategy"] == "TorchRec FULLY_SHARDED"), None)
+    base = next((r for r in rows if r["strategy"] == BASE), None)
     for row in rows if base is not None else ():
         row["time / FULLY_SHARDED"] = row["ms"] / base["ms"]  # type: ignore[index]
         row["peak / FULLY_SHARDED"] = row["peak GiB"] / base["peak GiB"]  # type: ignore[index]

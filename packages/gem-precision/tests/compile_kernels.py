@@ -83,11 +83,12 @@ def main(arch: int) -> None:
             continue
         types = QUANTIZE | (scales if operand.format == "fp8" else {}) | SIZES
         t = TILES[tile]
-        sizes = {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
+        sizes = {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"], "STAGES": t.get("STAGES", 1)}
         common = flags(operand, rows, cols, stochastic) | sizes
         found[name] = built(quantize_kernel, arch, types, {"ACT": 2, "WRITE_Y": False} | common, t["num_warps"])
         if name in ("mx_both", "fp8_both"):
             t = TILES[f"norm_{operand.format}"]
+            del common["STAGES"]
             common |= {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
             types = NORM | (scales if operand.format == "fp8" else {}) | SIZES | {"eps": "fp32"}
             constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "QUANTIZE": True} | common

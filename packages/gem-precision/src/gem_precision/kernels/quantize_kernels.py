@@ -143,26 +143,27 @@ def quantize_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
     LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
-    B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Optional activation, rounded to y_out's dtype as the unfused op does, then quantise."""
-    program = tl.program_id(0).to(tl.int64)
+    """Optional activation, rounded to y_out's dtype as the unfused op does, then quantise. A program walks over tiles, the loads of the
+    next ``STAGES`` - 1 under way."""
     across = tl.cdiv(C, BLOCK_C)
-    first = program // across * BLOCK_R
-    rows = tile_rows(first, BLOCK_R)
-    cols = program % across * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)
-    inside = (rows < R)[:, None] & (cols < C)[None, :]
-    y = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
-    if ACT != 0:
-        y = activation(y.to(tl.float32), ACT)
-    y = y.to(y_out.dtype.element_ty)
-    if WRITE_Y:
-        tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
-    store_tile(
-        y.to(tl.float32), first, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
-        ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA, SIGN, NAN,
-        CAST, B, BLOCK_R, BLOCK_C,
-    )  # fmt: skip
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, BLOCK_R) * across, tl.num_programs(0), num_stages=STAGES):
+        first = (tile // across).to(tl.int64) * BLOCK_R
+        rows = tile_rows(first, BLOCK_R)
+        cols = (tile % across).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside = (rows < R)[:, None] & (cols < C)[None, :]
+        y = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+        if ACT != 0:
+            y = activation(y.to(tl.float32), ACT)
+        y = y.to(y_out.dtype.element_ty)
+        if WRITE_Y:
+            tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
+        store_tile(
+            y.to(tl.float32), first, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
+            ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA, SIGN,
+            NAN, CAST, B, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -49,7 +49,7 @@ def torchrec_module(tables: TableSet, kind: str, model: int, lr: float, eps: flo
     ranks = dist.get_world_size() if kind == "1d" else model
     module_plan = plans.construct_module_sharding_plan(
         bags.bags,
-        per_param_sharding={t.name: plans.table_wise(rank=i % ranks) for i, t in enumerate(tables.tables)},
+        per_param_sharding={t.name: plans.table_wise(rank=i % ranks, compute_kernel="fused") for i, t in enumerate(tables.tables)},
         sharder=sharder,
         local_size=ranks,
         world_size=ranks,

@@ -6,7 +6,8 @@
 
 ``ml-1m`` without a validation split trains the stated number of epochs on all but the last item and evaluates once; the others are chosen
 on the second-last item. ``--jobs`` runs that many trainings side by side, spread over the visible GPUs; the tables are written again
-after each. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``, ``s3rec/*.txt``. Needs gem-core, gem-kernels, gem-data and pyarrow.
+after each, and rows that were not trained again stay. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``, ``s3rec/*.txt``. Needs gem-core,
+gem-kernels, gem-data and pyarrow.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int
     began = time.monotonic()
     command = [sys.executable, __file__, suite, "--data", str(args.data), "--out", str(args.out), "--one", json.dumps(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    record: dict[str, Any] = {"suite": suite, "row": name, "seed": seed, "run": run}
+    record: dict[str, Any] = {"suite": suite, "row": name, "seed": seed, "run": run, "config": variant.config}
+    record["overrides"] = [*variant.overrides, *args.overrides]
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         record["error"] = done.stdout[-1500:]
@@ -201,34 +203,40 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(args: argparse.Namespace, suite: str, results: list[dict[str, Any]]) -> None:
-    """Write ``retrieval-<suite>.json`` and ``.md`` of the trainings that have ended."""
-    good = sorted((r for r in results if "test" in r), key=lambda r: (list(SUITES[suite]).index(r["row"]), r["seed"]))
-    if not good:
+    """Write ``retrieval-<suite>.json`` and ``.md``: the trainings that have ended, and those of the file that were not done again."""
+    command = "python docs/benchmarks/retrieval.py " + shlex.join(sys.argv[1:])
+    ended = [{**r, "command": command, "machine": platform.machine()} for r in results if "test" in r]
+    if not ended:
         return
-    rows = {name: [r for r in good if r["row"] == name] for name in dict.fromkeys(r["row"] for r in good)}
+    path = args.out / f"retrieval-{suite}.json"
+    if path.is_file():
+        again = {(r["row"], r["seed"]) for r in ended}
+        ended += [r for r in json.loads(path.read_text())["runs"] if (r["row"], r["seed"]) not in again]
+    ended.sort(key=lambda r: (list(SUITES[suite]).index(r["row"]), r["seed"]))
+    rows = {name: [r for r in ended if r["row"] == name] for name in dict.fromkeys(r["row"] for r in ended)}
     record = {
         "suite": f"retrieval-{suite}",
-        "command": "python docs/benchmarks/retrieval.py " + shlex.join(sys.argv[1:]),
-        "device": good[0]["device"],
-        "machine": platform.machine(),
-        "versions": good[0]["versions"],
-        "commit": good[0]["commit"],
-        "configurations": {n: {"file": SUITES[suite][n].config, "overrides": list(SUITES[suite][n].overrides)} for n in rows},
         "published": {name: SUITES[suite][name].published for name in rows},
-        "runs": [{k: v for k, v in r.items() if k not in ("suite", "device", "versions", "commit")} for r in good],
+        "runs": [{k: v for k, v in r.items() if k != "suite"} for r in ended],
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"retrieval-{suite}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / f"retrieval-{suite}.md").write_text(markdown(suite, record, rows))
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(suite, record, rows))
 
 
 def markdown(suite: str, record: dict[str, Any], rows: dict[str, list[dict[str, Any]]]) -> str:
-    versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
-    lines = [f"# Next item: {suite}", "", f"`{record['command']}`", "", f"{record['device']}; {versions}; commit {record['commit']}", ""]
-    lines += ["All items are ranked for every user, items that the user had before left out; equal scores count one half.", ""]
+    lines = [f"# Next item: {suite}", ""]
+    made = list(dict.fromkeys((r["command"], r["device"], json.dumps(r["versions"]), r["commit"]) for r in record["runs"]))
+    for i, (command, device, versions, commit) in enumerate(made, 1):
+        told = ", ".join(f"{k} {v}" for k, v in json.loads(versions).items())
+        lines += [f"{i}. `{command}`", f"   on {device}; {told}; commit {commit}"]
+    lines += ["", "All items are ranked for every user, items that the user had before left out; equal scores count one half.", ""]
     if suite == "ml-1m":
         lines += ["The file holds no clock times, so no model has a time bias; HSTU's published numbers have one.", ""]
-    lines += ["| row | " + " | ".join(METRICS) + " | seeds | published HR@10 / NDCG@10 | protocol |", "|---|" + "---|" * (len(METRICS) + 3)]
+    lines += [
+        "| row | " + " | ".join(METRICS) + " | seeds | published HR@10 / NDCG@10 | protocol | run |",
+        "|---|" + "---|" * (len(METRICS) + 4),
+    ]
     for name, runs in rows.items():
         cells = []
         for metric in METRICS:
@@ -236,7 +244,8 @@ def markdown(suite: str, record: dict[str, Any], rows: dict[str, list[dict[str, 
             spread = f" ({min(values):.4f}-{max(values):.4f})" if len(values) > 1 else f" ± {runs[0]['standard_error'][metric]:.4f}"
             cells.append(f"{np.mean(values):.4f}{spread}")
         published = "; ".join(f"{who} {hr:.4f} / {ndcg:.4f}" for who, (hr, ndcg) in record["published"][name].items())
-        cells += [", ".join(str(r["seed"]) for r in runs), published, SUITES[suite][name].protocol]
+        places = {made.index((r["command"], r["device"], json.dumps(r["versions"]), r["commit"])) + 1 for r in runs}
+        cells += [", ".join(str(r["seed"]) for r in runs), published, SUITES[suite][name].protocol, ", ".join(map(str, sorted(places)))]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "Mean over the seeds and (lowest-highest); one seed: ± standard error over users.", ""]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 
 from gem_core.train.checkpoint import CheckpointStore
+from gem_core.train.offline import evaluate_run
 
 TIMEOUT_S = 12.0
 
@@ -27,7 +28,7 @@ CONFIG = {
     "model": {"name": "gem", "layers": 1, "dim": 8, "embedding_dim": 8, "interaction": {"experts": ["wukong", "wukong"]}},
     "train": {"epochs": 1, "log_every": 1, "tensorboard": False, "checkpoint_every": 5},
     "eval": {"metrics": ["ne"]},
-    "parallel": {"dense": "hsdp", "replicate": 1, "expert": 2, "timeout_s": TIMEOUT_S},
+    "parallel": {"dense": "hsdp", "expert": 2, "sparse": "gem-2d", "replica": 2, "timeout_s": TIMEOUT_S},
 }  # fmt: skip
 
 PROCESS = """
@@ -133,6 +134,10 @@ def test_two_processes_continue_from_the_last_checkpoint_at_the_right_sample(kil
     assert [r["samples"] for r in records[5:]] == [160 + 16 * (i + 1) for i in range(left)]
     last = CheckpointStore(folder / "run" / "checkpoints").latest()[0]
     assert (last.step, last.meta["world"], last.meta["samples"]) == (5 + left, 2, 480)
+    alone = evaluate_run(folder / "run")
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    for task, metrics in alone.results.items():
+        assert metrics["ne"].value == pytest.approx(summary["tasks"][task]["ne"], rel=1e-5), "one process evaluates what many trained"
 
 
 def test_a_hang_is_named_with_rank_collective_step_and_stacks(tmp_path):

@@ -83,7 +83,9 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
     """
     config, find = resolved.config, manager().find
     p = config.parallel
-    mesh = Mesh(runtime.world, p.replicate, p.shard, p.expert, p.model, p.replica, rank=runtime.rank)
+    # A file that was written for many processes also runs in one, where every degree is 1.
+    degrees = (p.replicate, p.shard, p.expert, p.model, p.replica) if runtime.world > 1 else ()
+    mesh = Mesh(runtime.world, *degrees, rank=runtime.rank)
     torch.manual_seed(config.run.seed)
     with torch.device(runtime.device):
         with deferred_tables():

@@ -106,7 +106,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
 
     :raises DeviceError: a CUDA device was asked for where there is none for this process.
     """
-    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(config.run.device, local)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)

@@ -155,7 +155,7 @@ class Trainer:
             **environment(rt.device),
             "precision": {"recipe": self.config.precision.recipe, "sites": dict(Counter(p for _, p, _ in self.parts.guard.describe()))},
             "parallel": {"dense": self.config.parallel.dense, "sparse": self.config.parallel.sparse, **self.parts.mesh.degrees()},
-            "tables": self._describe(),
+            "plan": self._describe(),
             "parameters": self.parts.parameter_counts(),
             "fitted": self.fitted,
             "flops_per_sample": None,
@@ -170,8 +170,8 @@ class Trainer:
 
     def _describe(self) -> list[str]:
         """What the strategies have to say of their plan; it is printed too."""
-        describe = getattr(self.parts.tables, "describe", None)
-        lines = [] if describe is None else list(describe())
+        told = (getattr(part, "describe", None) for part in (self.parts.module, self.parts.tables))
+        lines = [line for describe in told if describe is not None for line in describe()]
         node = os.environ.get("LOCAL_WORLD_SIZE")
         mesh = self.parts.mesh.table(int(node) if node else None) if self.runtime.world > 1 else []
         for line in (*mesh, *lines):

@@ -153,3 +153,14 @@ def test_the_quick_start_configuration_is_valid_and_names_a_group():
     resolved = resolve(load_config(quickstart_path()))
     assert resolved.config.eval.group in resolved.config.features.columns
     assert resolved.config.train.steps
+
+
+def test_profile_writes_a_trace_and_a_summary(tmp_path, capsys):
+    words = ["--set", "data.synthetic.rows=2048", "--set", "data.synthetic.eval_rows=64", "--set", "data.synthetic.test_rows=64"]
+    words += ["--set", "data.batch_size=64", "--set", "train.steps=16", "--set", "model.layers=1", "--set", "eval.max_batches=1"]
+    assert main(["train", "--run-dir", str(tmp_path / "run"), "--quiet", "--profile", *words]) == 0
+    assert "trace and summary" in capsys.readouterr().out
+    folder = tmp_path / "run" / "profile" / "rank-0"
+    assert (folder / "trace.json.gz").stat().st_size > 0
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 5
+    assert "aten::" in (folder / "summary.txt").read_text()

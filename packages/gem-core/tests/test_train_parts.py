@@ -326,3 +326,30 @@ def test_importing_the_package_imports_no_trainer():
     code = "import sys, gem_core.train; print('gem_core.train.trainer' in sys.modules, 'torchmetrics' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_profile_tells_exposed_communication_and_idle_time():
+    from gem_core.train.profile import Event, summarise, text
+
+    def kernel(name, start, end):
+        return Event(name, start, end, True, 0.0)
+
+    events = [
+        Event("aten::mm", 0, 10_000, False, 10_000),
+        kernel("gemm", 1000, 3000),
+        kernel("gemm", 4000, 6000),
+        kernel("ncclDevKernel_AllReduce", 2000, 5000),
+        kernel("ncclDevKernel_AllReduce", 7000, 8000),
+        kernel("add", 4500, 5500),
+    ]
+    found = summarise(events, steps=2)
+    assert found["wall_ms"] == pytest.approx(5.0)
+    assert found["busy_ms"] == pytest.approx(3.0)
+    assert found["idle_ms"] == pytest.approx(2.0)
+    assert found["communication_ms"] == pytest.approx(2.0)
+    assert found["exposed_ms"] == pytest.approx(1.0)
+    assert found["top"][0] == {"name": "gemm", "calls": 1.0, "ms": pytest.approx(2.0), "share": pytest.approx(4 / 9)}
+    assert "exposed 1.00" in text(found)
+    host = summarise(events[:1], steps=1)
+    assert host["busy_ms"] is None
+    assert host["top"][0]["name"] == "aten::mm"

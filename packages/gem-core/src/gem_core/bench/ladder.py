@@ -32,6 +32,7 @@ EFFICIENCY = (
     Row("jagged, eager", ("kernels.default=eager",), micro=4),
     Row("jagged, fused kernels"),
     Row("+ compile", ("train.compile=true",)),
+    Row("+ fused tables", ("train.compile=true", "parallel.sparse=fbgemm")),
 )
 LADDERS: dict[str, tuple[Row, ...]] = {"efficiency": EFFICIENCY}
 

@@ -13,11 +13,11 @@ import json
 import os
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import profile
 
 from gem_core.batch import Batch
 from gem_core.config import Config, load_config, resolve
@@ -27,6 +27,7 @@ from gem_core.requests import history_lengths
 from gem_core.train.build import build_parts, build_source
 from gem_core.train.feed import Feed, grouped
 from gem_core.train.measure import Meter, peak, peak_memory
+from gem_core.train.profile import activities, write
 from gem_core.train.runfolder import device_name, environment
 from gem_core.train.runtime import Runtime, runtime
 from gem_core.train.step import Outcomes, TrainStep
@@ -35,13 +36,13 @@ WINDOW = 5
 """Steps between two readings of the clock."""
 
 
-def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path | None = None) -> dict[str, Any]:
+def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path | None = None) -> dict[str, Any]:
     """Run ``warmup`` and then ``steps`` training steps; returns what one device does and needs.
 
     ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
     of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
     optimizer a step, ``first_step_s``, ``peak_memory_bytes``, the losses, and the imbalance (max over mean work of the ranks).
-    ``profile`` is a folder for a trace and the top kernels of three more steps.
+    ``traces`` is a folder for a trace and a summary of three more steps.
 
     :raises GemError: what training would raise.
     """
@@ -91,8 +92,8 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, profile: Path 
         memory = max(rt.gather_objects(peak_memory(rt.device)))
         for batches, _ in (next(groups) for _ in range(4)):
             padded += [(fed.host.tokens, _real_events(fed.host)) for fed in batches]
-        if profile is not None:
-            _profile(lambda: run(1), rt, profile)
+        if traces is not None:
+            _profile(lambda: run(1), rt, traces)
         result = _summary(windows, rt)
         return result | {
             "first_step_s": first_s,
@@ -145,19 +146,13 @@ def _summary(windows: list[dict[str, Any]], rt: Runtime) -> dict[str, Any]:
 
 
 def _profile(run: Any, rt: Runtime, folder: Path) -> None:
-    """Three steps under the profiler: ``trace.json.gz`` and ``kernels.txt`` of rank 0."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if rt.device.type == "cuda" else [])
-    with profile(activities=activities) if rt.main else nullcontext() as recorded:
+    """Three steps under the profiler on every rank; rank 0 writes."""
+    with profile(activities=activities(rt.device)) as recorded:
         for _ in range(3):
             run()
         _wait(rt)
-    if recorded is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        key = "self_cuda_time_total" if rt.device.type == "cuda" else "self_cpu_time_total"
-        (folder / "kernels.txt").write_text(recorded.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90))
-        recorded.export_chrome_trace(str(folder / "trace.json.gz"))
+    if rt.main:
+        write(recorded, folder, 3)
 
 
 def main() -> None:
@@ -169,7 +164,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
     try:
-        result = measure(load_config(args.config, args.overrides), steps=args.steps, warmup=args.warmup, profile=args.profile)
+        result = measure(load_config(args.config, args.overrides), steps=args.steps, warmup=args.warmup, traces=args.profile)
     except GemError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     except torch.OutOfMemoryError as error:

@@ -18,6 +18,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", hel
 RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="The run folder; otherwise run.dir/run.name.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in the run folder, if there is one.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what the run folder holds.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Profile five steps after the tenth: trace and summary in the run folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result only.")]
 
 
@@ -31,6 +32,7 @@ def train(
     run_dir: RunDir = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    profile: Profile = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a model and evaluate it; everything about the run is in its folder afterwards.
@@ -48,11 +50,18 @@ def train(
         loaded = run_config(run_dir, overrides or ())
     else:
         loaded = load_config(gem_core.train.quickstart_path() if config is None else config, overrides or ())
+    callbacks = []
+    if profile:
+        from gem_core.train.profile import Profiler
+
+        callbacks.append(Profiler())
     result = gem_core.train(  # type: ignore[operator]
-        loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, quiet=quiet
+        loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=quiet
     )
     if result.main:
         print("\n".join(report(result)))
+        for profiled in callbacks:
+            print(profiled.told(result.directory))
 
 
 def report(result: RunResult) -> list[str]:

@@ -77,8 +77,8 @@ class Feed:
 
     def _together(self) -> Iterator[tuple[Batch, float | None]]:
         if self.runtime is None:
-            for host in self._host():
-                yield host, None
+            for batch in self._host():
+                yield batch, None
             return
         batches, last = self._host(), None
         while True:

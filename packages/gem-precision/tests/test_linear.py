@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gem_core.errors import ConfigError, OpError
 from gem_precision import linear_op
 from gem_precision.formats import quantize_fp8, quantize_mx
-from gem_precision.gemm import gemm, quantise, supports, with_spare_rows
+from gem_precision.gemm import PAD, gemm, quantise, supports, with_spare_rows
 from gem_precision.linear import GroupedLinear, convert_linear, grouped_linear, low_precision_linear, restore_linear
 from gem_precision.policy import BF16, Gemm, LinearPolicy, Operand, fp8_linear, mx_linear
 from gem_precision.site import SUMS, Site, linear_levels, measure
@@ -338,6 +338,6 @@ def test_hardware_back_ends_equal_the_emulation(name, tokens):
     torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=wanted.abs().max().item() * 2**-9)
     if policy.wgrad.a is None or policy.wgrad.a.block == (1, 0):
         return
-    ga, gb = quantise(x, policy.wgrad.a, along=0), quantise(torch.randn_like(x), policy.wgrad.b, along=0)
+    ga, gb = quantise(x, policy.wgrad.a, along=0, pad=PAD), quantise(torch.randn_like(x), policy.wgrad.b, along=0, pad=PAD)
     got, wanted = gemm(ga, gb, torch.bfloat16, "torch"), gemm(ga, gb, torch.float32, "emulated")
     torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=wanted.abs().max().item() * 2**-9)

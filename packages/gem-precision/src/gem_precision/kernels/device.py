@@ -76,15 +76,15 @@ def encode(
     y, random, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, LARGEST: tl.constexpr, SIGN: tl.constexpr,
     NAN: tl.constexpr, STOCHASTIC: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """uint8 codes of fp32 y, saturating. ``CAST`` 1: E4M3, 2: E5M2 by the hardware's conversion, which saturates and has one
-    NaN; 0: in integers."""
+    """uint8 codes of fp32 y, saturating. ``CAST`` 1: E4M3, 2: E5M2 by the hardware's conversion, which saturates;
+    0: in integers."""
+    bits = y.to(tl.int32, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > INF_BITS
     if CAST == 1:
-        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(is_nan, NAN, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)).to(tl.uint8)
     elif CAST == 2:
-        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        return tl.where(is_nan, NAN, y.to(tl.float8e5).to(tl.uint8, bitcast=True)).to(tl.uint8)
     else:
-        bits = y.to(tl.int32, bitcast=True)
-        is_nan = (bits & 0x7FFFFFFF) > INF_BITS
         magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
         exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, EMIN), EMAX)

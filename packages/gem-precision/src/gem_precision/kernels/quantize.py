@@ -21,12 +21,12 @@ TILES: dict[str, dict[str, Any]] = {
     "mx_both": {"BLOCK_R": 128, "BLOCK_C": 64, "num_warps": 4},
     "mx_both_stochastic": {"BLOCK_R": 64, "BLOCK_C": 64, "num_warps": 4},
     "fp8": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
-    "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8, "STAGES": 2, "PERSISTENT": 1},
+    "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
     "norm_mx": {"BLOCK_R": 64, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
 }
-"""Tile of each use; the benchmark of this package times others. Without PERSISTENT (programs an SM) there is a program a tile. Both
-directions of FP8 need so many registers that one program fills an SM, which therefore loads the next tile while it computes."""
+"""Tile of each use; the benchmark of this package times others. PERSISTENT: so many programs an SM, which walk over the tiles and load
+STAGES - 1 ahead; without it there is a program a tile."""
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,16 @@ def store_columns(
     codes, first, cols, R, C, col_stride, col_data, B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """``codes [4, ...]`` uint8 of a tile, transposed; rows past R of a last word are zero."""
-    partial = first + BLOCK_R > R
-    if partial:
-        rows = tl.reshape(tile_rows(first, BLOCK_R), (4, BLOCK_R // B, B // 4))
-        codes = tl.where((rows < R)[:, :, :, None, None], codes, 0).to(tl.uint8)
+    rows = tl.reshape(tile_rows(first, BLOCK_R), (4, BLOCK_R // B, B // 4))
+    wide = tl.where((rows < R)[:, :, :, None, None], codes.to(tl.int32), 0)
     shift = tl.arange(0, 4)[:, None, None, None, None] * 8
-    words = tl.reshape(tl.sum(codes.to(tl.int32) << shift, axis=0), (BLOCK_R // 4, BLOCK_C))
+    words = tl.trans(tl.reshape(tl.sum(wide << shift, axis=0), (BLOCK_R // 4, BLOCK_C)))
     at = first // 4 + tl.arange(0, BLOCK_R // 4).to(tl.int64)
     target = col_data.to(tl.pointer_type(tl.int32)) + cols[:, None] * (col_stride // 4) + at[None, :]
-    # a mask along the rows, of which nothing is known, would take the stores apart into single words
-    if partial:
-        tl.store(target, tl.trans(words), mask=(cols < C)[:, None] & (at * 4 < R)[None, :])
-    else:
-        tl.store(target, tl.trans(words), mask=(cols < C)[:, None])
+    # a mask along the rows, of which nothing is known, takes a store apart into single words: only the last tile has one
+    whole = first + BLOCK_R <= R
+    tl.store(target, words, mask=(cols < C)[:, None] & whole)
+    tl.store(target, words, mask=(cols < C)[:, None] & (at * 4 < R)[None, :] & (first + BLOCK_R > R))
 
 
 @triton.jit

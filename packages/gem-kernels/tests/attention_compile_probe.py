@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 
 import torch
+from pipeline_rings import overrun
 
 from gem_core.ops.contracts import GDPA
 from gem_kernels.bench.attention_rows import ROWS, Data, Row, small
@@ -35,7 +36,7 @@ def told(built: Compiled) -> dict[str, object]:
     counts = {name: built.ptx.count(name) for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async.bulk.tensor")}
     meta = {k: v for k, v in built.meta.items() if k.startswith(("BLOCK", "num_"))}
     use = {name: getattr(built, name) for name in ("kernel", "registers", "stack", "spills", "shared", "warnings")}
-    return {**use, "meta": meta, "counts": counts}
+    return {**use, "meta": meta, "counts": counts, "overrun": overrun(built.ttgir)}
 
 
 def main(target: str, jobs: list[str]) -> None:

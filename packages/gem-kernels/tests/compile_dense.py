@@ -13,6 +13,7 @@ import re
 import sys
 
 import torch
+from pipeline_rings import overrun
 
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
@@ -80,8 +81,8 @@ def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
             json.dumps(
                 {
                     "label": label, "kernel": made.kernel, "registers": made.registers, "stack": made.stack, "spills": made.spills,
-                    "shared": made.shared, "warnings": made.warnings, "wgmma": "wgmma.mma_async" in made.ptx,
-                    "tcgen05": "tcgen05.mma" in made.ptx, "tma": "cp.async.bulk.tensor" in made.ptx,
+                    "shared": made.shared, "warnings": made.warnings, "overrun": overrun(made.ttgir),
+                    "wgmma": "wgmma.mma_async" in made.ptx, "tcgen05": "tcgen05.mma" in made.ptx, "tma": "cp.async.bulk.tensor" in made.ptx,
                     "vectors": "ld.global.v4" in made.ptx or "cp.async.cg" in made.ptx,
                     "atomics": bool(re.search(r"\b(atom|red)\.", made.ptx)),
                 }

@@ -13,7 +13,7 @@ import pytest
 
 PROBE = Path(__file__).with_name("attention_compile_probe.py")
 HOPPER = {
-    "jagged_attention": ["self-1024-s0.5", "cross-1024x32-s0.5", "window128-4096", "causal-bias-targets-1024-s0.5"],
+    "jagged_attention": ["self-1024-s0.5", "cross-1024x32-s0.5", "cross-1024x128-s0.5", "window128-4096", "causal-bias-targets-1024-s0.5"],
     "gdpa": ["self-1024-s0.5-d64", "causal-1024-s0.5", "pma-32x4096-s0.5", "hstu-4099-d256"],
 }
 BLACKWELL = {"jagged_attention": ["self-1024-s0.5"], "gdpa": ["causal-1024-s0.5"]}
@@ -57,6 +57,7 @@ def test_hopper(hopper: dict[str, dict], job: str) -> None:
         assert kernel["spills"] == 0, f"{_named(kernel)} spills {kernel['spills']} bytes"
         assert kernel["stack"] == 0, f"{_named(kernel)} uses {kernel['stack']} bytes of stack"
         assert not kernel["warnings"], f"{_named(kernel)}: {kernel['warnings']}"
+        assert not kernel["overrun"], f"{_named(kernel)} overwrites what a product reads: {kernel['overrun']}"
         assert kernel["shared"] <= 227 << 10
         if kernel["kernel"] in PRODUCTS:
             counts = kernel["counts"]

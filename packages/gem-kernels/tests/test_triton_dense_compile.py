@@ -64,6 +64,12 @@ def test_products_are_not_serialised() -> None:
 
 
 @pytest.mark.slow
+def test_no_load_overwrites_what_a_product_reads() -> None:
+    overrun = [f"{k['label']} {k['kernel']}: {k['overrun']}" for k in _compiled("sm_90") if k["overrun"]]
+    assert not overrun, overrun
+
+
+@pytest.mark.slow
 def test_no_kernel_uses_atomics() -> None:
     """So that sums have one order, and gradients are bit-equal from run to run."""
     assert not [k for k in _compiled("sm_90") if k["atomics"]]

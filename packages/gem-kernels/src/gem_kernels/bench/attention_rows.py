@@ -43,6 +43,7 @@ ROWS = (
     Row("self-256-s0.5", (256, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
     Row("self-2048-s0.5", (2048, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded")),
     Row("cross-1024x256-s1", (1024, 1.0), (256, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
+    Row("cross-1024x128-s0.5", (1024, 0.5), (128, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
     Row("cross-1024x32-s0.5", (1024, 0.5), (32, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
     Row("pma-32x4096-s0.5", (32, 1.0), (4096, 0.5), broadcast=True, peers=()),
     Row("pma-32x4096-s0.1", (32, 1.0), (4096, 0.1), broadcast=True, peers=()),

@@ -23,7 +23,7 @@ def environment(command: str, **more: Any) -> dict[str, Any]:
         "device": device.name,
         "sms": device.multi_processor_count,
         "memory_gib": round(device.total_memory / 2**30, 1),
-        "driver": _output(["nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv,noheader"]),
+        "driver": _driver(str(device.uuid)),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
@@ -31,6 +31,12 @@ def environment(command: str, **more: Any) -> dict[str, Any]:
         "commit": os.environ.get("GEM_COMMIT") or _output(["git", "rev-parse", "HEAD"]),
         **more,
     }
+
+
+def _driver(uuid: str) -> str | None:
+    """Driver, clock and power limit of the one device that is used."""
+    of = f"--id=GPU-{uuid.removeprefix('GPU-')}"
+    return _output(["nvidia-smi", of, "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv,noheader"])
 
 
 def _output(command: list[str]) -> str | None:

@@ -8,7 +8,7 @@ lists samples by request, ``first`` where each request's begin). So dK and dV ar
 DQ adds the fifth product, dQ += dS K, and makes the query side's kernel superfluous:
 
 - 0: no dQ; `backward_dq` computes it ("split")
-- 1: the keys of a sample fit one tile, so each dQ tile is complete and written at once ("kv_resident"); rows of O are read here, for delta
+- 1: the keys of a sample fit one tile, so each dQ tile is complete and written at once ("kv_resident"); delta is summed here
 - 2: one program walks over all key tiles of a sample and adds dQ in an fp32 buffer that is its alone ("sample")
 - 3: every key tile is a program, dQ is added with fp32 atomics ("atomic"); order and last bits vary from run to run
 """
@@ -28,14 +28,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["batch", "requests", "q_len", "rows", "k_rows", "left", "right", "radius", "edges"])
 def attention_bwd_dkdv_kernel(
-    q, k, v, out, dout, lse, delta, dq, dq_box, dk, dv,
+    q, k, v, dout, lse, delta, dq, dq_box, dk, dv,
     q_offsets, k_offsets, num_targets, context_len, kv_index, order, first,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     tiles, tile_count,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh, stride_don, stride_doh,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_don, stride_doh,
     stride_dqn, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_bp, stride_bt,
     batch, requests, q_len, rows: tl.int64, k_rows: tl.int64, left, right, radius, edges,
-    scale, ds_scale, dv_scale, delta_scale,
+    scale, ds_scale, dv_scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TIME_STEPS: tl.constexpr, DQ: tl.constexpr,
@@ -77,11 +77,11 @@ def attention_bwd_dkdv_kernel(
                     sample, q_offsets, k_offsets, num_targets, context_len, kv_index, q_len
                 )
                 dk_acc, dv_acc = walk_queries(
-                    q, out, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
+                    q, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
                     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,
                     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
-                    stride_qn, stride_qh, stride_on, stride_oh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
-                    rows, left, right, radius, edges, scale, ds_scale, delta_scale,
+                    stride_qn, stride_qh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
+                    rows, left, right, radius, edges, scale, ds_scale,
                     GROUP, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
                     CAUSAL, WINDOW, context_len is not None, num_targets is not None, TIME_STEPS, DQ, BLOCK_M, BLOCK_N, TMA,
                 )  # fmt: skip
@@ -94,11 +94,11 @@ def attention_bwd_dkdv_kernel(
 
 @triton.jit
 def walk_queries(
-    q, out, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
+    q, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
-    stride_qn, stride_qh, stride_on, stride_oh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
-    rows, left, right, radius, edges, scale, ds_scale, delta_scale,
+    stride_qn, stride_qh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
+    rows, left, right, radius, edges, scale, ds_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONTEXT: tl.constexpr, TARGETS: tl.constexpr, TIME_STEPS: tl.constexpr,
@@ -131,10 +131,7 @@ def walk_queries(
             # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
             lse_i = tl.load(lse + at, i < lq, float("-inf"))
             lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-            if DQ == 1:
-                o_tile = load_rows(out, out_row, m0, lq, head, stride_on, stride_oh, BLOCK_M, DV, DV_PAD, TMA)
-                delta_i = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1) * delta_scale
-            else:
+            if DQ != 1:
                 delta_i = tl.load(delta + at, i < lq, 0.0)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
@@ -149,6 +146,11 @@ def walk_queries(
             )  # fmt: skip
         if SOFTMAX:
             prob = tl.exp2(s * (LOG2E if BIAS else scale * LOG2E) - lse_i[None, :])
+            if DQ == 1:
+                # All keys of the rows are here, so delta = rowsum(P ∘ dP), without a look at O. A tile that a product under way and
+                # registers both use would be overwritten by the pipelined loads: dO must go to products only.
+                prob = tl.where((j < h)[:, None], prob, 0.0)
+                delta_i = tl.sum(prob * dp, 0)
             slope = prob
             dp = dp - delta_i[None, :]
         else:

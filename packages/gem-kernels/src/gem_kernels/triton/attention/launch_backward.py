@@ -185,18 +185,15 @@ class _Backward:
         tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v, self.dout))
         tiles = x.sample_tiles(x.q_offsets) if mode in (1, 2) else x.k_tiles(n)
         q, k, v, dout = descriptors(tma, (x.q, m), (x.k, n), (x.v, n), (self.dout, m))
-        out, dq_box = self.out, None
-        if tma and mode == 1:
-            out = None if self.out is None else descriptor(self.out, m)
-            dq_box = descriptor(dq, m)
+        dq_box = descriptor(dq, m) if tma and mode == 1 else None
         launch(
             attention_bwd_dkdv_kernel, (grid_size(tiles.bound, p.kv_heads, persistent, x.info.sms),), x.device,
-            q, k, v, out, dout, self.lse, self.delta, dq, dq_box, dk, dv,
+            q, k, v, dout, self.lse, self.delta, dq, dq_box, dk, dv,
             x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), x.act_ids,
             tiles.tiles, tiles.count,
-            *row_strides(x.q, x.k, x.v, self.out, self.dout, dq, dk, dv), *bias_strides(x),
+            *row_strides(x.q, x.k, x.v, self.dout, dq, dk, dv), *bias_strides(x),
             x.batch, x.requests, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
-            p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
+            p.scale, self.ds_scale, self.dv_scale,
             **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, DQ=mode, TMA=tma, **meta,
         )  # fmt: skip
 

@@ -19,10 +19,11 @@ from gem_kernels.triton.common.device import on_cpu
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of one launch: ``ptx``, and ptxas's account of registers, stack, spills (bytes) and warnings."""
+    """What the compiler made of one launch: ``ttgir``, ``ptx``, and ptxas's account of registers, stack, spills (bytes) and warnings."""
 
     kernel: str
     meta: dict[str, Any]
+    ttgir: str
     ptx: str
     registers: int
     stack: int
@@ -105,6 +106,7 @@ class _Recorder:
             Compiled(
                 kernel.__name__,
                 shown,
+                built.asm["ttgir"],
                 ptx,
                 registers=_largest(r"Used (\d+) registers", log),
                 stack=_largest(r"(\d+) bytes stack frame", log),

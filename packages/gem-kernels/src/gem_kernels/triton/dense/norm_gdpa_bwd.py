@@ -72,23 +72,23 @@ def norm_gdpa_bwd_dq_kernel(
                 h = step // steps
                 n = (step - h * steps) * BLOCK_N
                 at = tl.cast(n, tl.int64)
-                q_tile = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
+                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
                 do_tile = load_head(do + h * D, stride_on, rows, BLOCK_M, D, DP)
                 k_tile = load_head(k + h * stride_kh + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
                 v_tile = load_head(v + h * stride_vh + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
                 act_id = 0
                 if act_ids is not None:
                     act_id = tl.load(act_ids + h)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                s = (s - mu[:, None] * tl.sum(k_tile.to(tl.float32), 1)[None, :]) * (r * scale_in)[:, None]
+                # K goes to products only: a tile that registers read too would be overwritten by the pipelined loads.
+                l = normed(x, mu, r, D, DP)
+                s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
                 _value, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
                 ds = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION) * slope
                 acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
                 if n + BLOCK_N >= keys:
                     dl = acc * (gain * scale_in) + load_head(do + h * D, stride_on, rows, BLOCK_M, D, DP).to(tl.float32)
-                    l = normed(load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP), mu, r, D, DP).to(tl.float32)
                     dl_sum += tl.sum(dl, 1)
-                    dll_sum += tl.sum(dl * l, 1)
+                    dll_sum += tl.sum(dl * l.to(tl.float32), 1)
                     store_head(dq + h * D, dl, stride_on, rows, BLOCK_M, D, DP)
                     acc = tl.zeros([BLOCK_M, DP], tl.float32)
             dl_sum /= H * D

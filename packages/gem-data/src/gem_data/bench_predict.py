@@ -107,10 +107,10 @@ def table(record: dict[str, Any]) -> str:
 
 def _train(folder: Path) -> Path:
     """A short training: what is measured does not depend on how good the model is, but it must not predict from zeros."""
-    from gem_core.train import train  # type: ignore[attr-defined]
+    import gem_core
 
     options = [f"data.parquet.root={folder}", "train.steps=20", "eval.max_batches=1", "train.tensorboard=false", "run.device=cpu"]
-    train(load_config(folder / "config.toml", options), run_dir=folder / "run", quiet=True)
+    gem_core.train(load_config(folder / "config.toml", options), run_dir=folder / "run", quiet=True)
     return folder / "run"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,7 @@ class _Histogram:
     def state(self) -> dict[str, Tensor]:
         return {"sums": self.sums.unsqueeze(0)}
 
-    def merge(self, state: dict[str, Tensor]) -> None:
+    def merge(self, state: Mapping[str, Tensor]) -> None:
         self.sums += state["sums"].sum(0)
 
     def compute(self) -> Value:

@@ -54,7 +54,7 @@ class SlicedMetrics:
             weights=batch.weights,
             columns=columns,
         )
-        found, index = torch.unique(keys, return_inverse=True)
+        found, index = torch.unique(keys, return_inverse=True)  # type: ignore[no-untyped-call]
         for i, key in enumerate(found.tolist()):
             rows = torch.nonzero(index == i).squeeze(1)
             self._set(key).update(judged.take(rows), logits[rows], tasks)

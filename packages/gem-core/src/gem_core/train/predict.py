@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Predictor:
     def __init__(self, run: LoadedRun, pool: ThreadPoolExecutor | None) -> None:
         self.run, self._pool = run, pool
         self.tasks = task_names(run.resolved.config.features)
-        bare = {"labels": {}, "weight": None, "filter": None, "sample_id": None, "columns": ()}
+        bare: dict[str, Any] = {"labels": {}, "weight": None, "filter": None, "sample_id": None, "columns": ()}
         self.features: Features = run.resolved.config.features.model_copy(update=bare)
 
     @property

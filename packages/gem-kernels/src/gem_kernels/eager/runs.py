@@ -98,7 +98,7 @@ def forward(
 
 def _split(x: Tensor, start: int, n: int, length: int) -> Tensor:
     """``[n, length, H, D]``, a view."""
-    return x[start : start + n * length].unflatten(0, (n, length))
+    return x[start : start + n * length].view(n, length, *x.shape[1:])
 
 
 def _activated(score: Score, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

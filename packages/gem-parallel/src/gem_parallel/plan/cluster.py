@@ -60,6 +60,7 @@ class Gpu(FrozenConfig):
     peak_tflops: dict[str, float] = Field(description='dense peak by precision: "fp32", "bf16"')
     speedup: dict[str, float] = Field(default_factory=dict, description="by recipe: how much faster than in bf16 its linear maps run")
     mfu: Mfu
+    in_step: float = Field(1.0, gt=0, description="how much faster parts run within a step than alone, where their local MFU is measured")
     overhead_ms: float = Field(0.0, ge=0, description="a step's host time that nothing hides")
     transient: float = Field(0.5, ge=0, description="memory of a layer while its backward runs, over what the layer had saved")
 

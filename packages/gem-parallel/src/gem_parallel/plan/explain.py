@@ -103,7 +103,7 @@ def local_seconds(space: Space) -> float:
     pool = {name: values[None] for name, values in space.workload.lengths.items()}
     times = compute_times(space.workload, space.cluster, pool)
     total = sum(float((t.forward + t.backward + t.experts_forward + t.experts_backward).item()) for t in times)
-    return total * space.workload.batch / next(iter(pool.values())).size
+    return total * space.cluster.gpu.in_step * space.workload.batch / next(iter(pool.values())).size
 
 
 @dataclass(frozen=True)

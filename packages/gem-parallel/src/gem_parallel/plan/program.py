@@ -55,23 +55,26 @@ def compute_times(workload: Workload, cluster: Cluster, lengths: Lengths) -> tup
 
 
 def part_seconds(works: Iterable[tuple[str, PartWork]], lengths: Lengths, recipe: str, cluster: Cluster, *, backward: bool = False) -> Any:
-    """Seconds of parts at their local MFU, ``[...]`` for lengths ``[..., B]``."""
+    """Seconds of parts within a step, ``[...]`` for lengths ``[..., B]``."""
     total: Any = 0.0
+    peak = cluster.flops(recipe) * cluster.gpu.in_step
     for part, work in works:
         flops = work.gemm * 2 + work.attention_backward if backward else work.gemm + work.attention
-        total = total + flops.over(lengths) / (cluster.flops(recipe) * cluster.gpu.mfu.of(part, backward=backward))
+        total = total + flops.over(lengths) / (peak * cluster.gpu.mfu.of(part, backward=backward))
     return total
 
 
-def slowest(times: tuple[UnitTimes, ...]) -> tuple[int, tuple[UnitTimes, ...]]:
-    """The rank that computes longest, and its times."""
-    total = sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in times)
-    rank = int(np.argmax(total))
+def typical(times: tuple[UnitTimes, ...], world: int) -> tuple[int, tuple[UnitTimes, ...]]:
+    """The rank that computes longest in its step, and its times; where ``times [steps * world]`` are of several steps, in the step whose
+    slowest rank is the median of all."""
+    total = np.asarray(sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in times)).reshape(-1, world)
+    at = int(np.argsort(total.max(1), kind="stable")[(len(total) - 1) // 2])
+    rank = at * world + int(np.argmax(total[at]))
 
-    def at(value: Any) -> float:
+    def one(value: Any) -> float:
         return float(value[rank]) if np.ndim(value) else float(value)
 
-    return rank, tuple(UnitTimes(at(t.forward), at(t.backward), at(t.experts_forward), at(t.experts_backward)) for t in times)
+    return rank, tuple(UnitTimes(one(t.forward), one(t.backward), one(t.experts_forward), one(t.experts_backward)) for t in times)
 
 
 class _Builder:

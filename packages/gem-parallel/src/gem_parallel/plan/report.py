@@ -86,7 +86,7 @@ def _axes(space: Space, chosen: Estimate) -> Table:
 def _time(space: Space, chosen: Estimate) -> Table:
     table = Table("part", "ms", "share", title="Time of a step (slowest rank)")
     parts = {what + (" exposed" if what in chosen.collectives else ""): seconds for what, seconds in chosen.breakdown.items()}
-    mean = local_seconds(space)
+    mean = local_seconds(space) / space.cluster.gpu.in_step
     parts["imbalance"] = max(0.0, parts["computation"] - mean)
     parts["computation"] -= parts["imbalance"]
     for what, seconds in sorted(parts.items(), key=lambda item: -item[1]):

@@ -19,9 +19,11 @@ from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, dense_candi
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.engine import Op, Trace, run
 from gem_parallel.plan.memory import Memory, dense_memory, step_memory, table_memory, table_points
-from gem_parallel.plan.program import UnitTimes, compute_times, slowest, step
-from gem_parallel.plan.workload import Workload
+from gem_parallel.plan.program import UnitTimes, compute_times, step, typical
+from gem_parallel.plan.workload import Lengths, Workload
 
+DRAWS = 33
+"""Batches that are drawn at least."""
 MARGIN = 0.9
 """Bounds count this share of what communication adds: where links are shared, one more collective can free the way for another."""
 
@@ -101,13 +103,17 @@ class Estimate:
 
 @dataclass
 class Space:
-    """All candidates of one workload on one cluster, and what they cost."""
+    """All candidates of one workload on one cluster, and what they cost.
+
+    ``times`` and history ``lengths [1, B]`` are those of the rank that stands for all, ``events`` those of the fullest batch.
+    """
 
     workload: Workload
     cluster: Cluster
     world: int
     times: tuple[UnitTimes, ...]
     events: float
+    lengths: Lengths
     dense: list[Dense]
     sparse: list[Sparse]
     evaluated: int = 0
@@ -118,11 +124,14 @@ class Space:
     def build(cls, workload: Workload, cluster: Cluster, world: int, *, sparse: Sequence[str] = (), seed: int = 0) -> Space:
         """:param sparse: names of the sparse strategies to consider; none: all."""
         cluster.check_world(world)
-        lengths = workload.draw(world, seed)
-        rank, times = slowest(compute_times(workload, cluster, lengths))
-        events = float(sum(values.sum(-1).max() for name, values in lengths.items() if name))
-        space = cls(workload, cluster, world, times, events, [], [])
-        space.levels = levels(workload, cluster, times, {name: values[rank : rank + 1] for name, values in lengths.items()}, events)
+        # Few ranks are drawn several times: the slowest rank of a typical step stands for time, the fullest of any for memory.
+        steps = max(1, DRAWS // world)
+        lengths = workload.draw(world * steps, seed)
+        rank, times = typical(compute_times(workload, cluster, lengths), world)
+        events = float(np.max(sum(values.sum(-1) for name, values in lengths.items() if name) if "" not in lengths else 0.0))
+        own = {name: values[rank : rank + 1] for name, values in lengths.items()}
+        space = cls(workload, cluster, world, times, events, own, [], [])
+        space.levels = levels(workload, cluster, times, own, events)
         space.dense = dense_candidates(workload, world, cluster)
         space.sparse = sparse_candidates(workload, world, cluster, sparse)
         return space

@@ -118,9 +118,7 @@ def table_memory(workload: Workload, sparse: Sparse) -> TableMemory:
         options = Gem2dConfig()
         copy = min(where.held_max, options.window * options.unit_mb * 2.0**20)
         return TableMemory(held, rows + copy, rows + copy)
-    # TorchRec reduce-scatters out of a flat copy of the whole tables.
-    copies = 2 * where.held_max - held if sparse.strategy == "torchrec-2d" else where.held_max
-    return TableMemory(held, rows + copies, rows + where.held_max, backward=where.held_max)
+    return TableMemory(held, rows + where.held_max, rows + where.held_max, backward=where.held_max)
 
 
 def table_points(names: Sequence[str], tables: TableMemory) -> list[float]:

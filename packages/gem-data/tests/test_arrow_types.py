@@ -228,6 +228,64 @@ def test_through_a_file(tmp_path_factory, data):
     assert seen == {i: (ids[i], (rows[i] or [])[-3:]) for i in range(n)}
 
 
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_every_type_through_a_file(tmp_path_factory, data):
+    """Numbers as a dense feature and text as a hashed one, alone and in histories of structs, with nulls, against plain Python."""
+    n = data.draw(st.integers(1, 12))
+    number, text = data.draw(st.sampled_from(INTEGERS + FLOATS)), data.draw(st.sampled_from([k for k in TEXTS if "view" not in str(k)]))
+    finite = values_of(number).filter(lambda x: isinstance(x, bool | int | decimal.Decimal) or abs(x) < 3e38)
+    event = st.fixed_dictionaries(
+        {
+            "x": st.none() | finite,
+            "s": st.none() | values_of(text),
+            "t": st.integers(0, 2**40),
+            "m": st.lists(st.integers(0, 9), max_size=2),
+        }
+    )
+    unit, zone = data.draw(st.sampled_from(UNITS)), data.draw(st.sampled_from([None, "Asia/Tokyo"]))
+    row = st.fixed_dictionaries({"x": st.none() | finite, "s": st.none() | values_of(text), "h": st.none() | st.lists(event, max_size=3)})
+    rows = data.draw(st.lists(row, min_size=n, max_size=n))
+    struct = pa.struct({"x": number, "s": text, "t": pa.timestamp(unit, zone), "m": pa.list_(pa.uint8())})
+    schema = pa.schema({"id": pa.int64(), "x": number, "s": text, "h": data.draw(st.sampled_from([pa.list_, pa.large_list]))(struct)})
+    table = pa.Table.from_pylist([{"id": i, **row} for i, row in enumerate(rows)], schema)
+    path = tmp_path_factory.mktemp("t") / "a.parquet"
+    pq.write_table(table, path, row_group_size=data.draw(st.integers(1, n)), use_dictionary=data.draw(st.booleans()))
+
+    fields = {
+        "x": {"column": "h.x", "kind": "float", "default": -1.0},
+        "s": {"column": "h.s", "rows": 50, "hash": True, "salt": 7, "default": 49},
+        "m": {"column": "h.m", "rows": 10},
+    }
+    features = Features.model_validate(
+        {
+            "sample_id": "id",
+            "dense": {"d": {"column": "x", "default": -1.0}},
+            "sparse": {"s0": {"column": "s", "rows": 50, "hash": True, "salt": 7, "default": 49}},
+            "sequences": {"h": {"fields": fields, "timestamps": "h.t", "time_unit": unit, "order": "trust"}},
+        }
+    )
+
+    def number_of(x):
+        return -1.0 if x is None else float(np.float32(float(x)))
+
+    def row_of(value):
+        return 49 if value is None else slow_hash(value, 7) % 50
+
+    for batch in ParquetSource(path, features, batch_size=data.draw(st.integers(1, n + 1)), shuffle=data.draw(st.booleans()), window=5):
+        group = batch.validate().sequences["h"]
+        columns = {k: group.jagged(k).to_list() for k in ("x", "s")}
+        starts, times, inner = group.offsets.tolist(), group.timestamps.tolist(), group.fields["m"].to_list()
+        for at, i in enumerate(batch.sample_ids.tolist()):
+            events = rows[i]["h"] or []
+            same([batch.dense[at, 0].item()], [number_of(rows[i]["x"])])
+            assert batch.sparse["s0"].values[at].item() == row_of(rows[i]["s"])
+            same(columns["x"][at].tolist(), [number_of(e["x"]) for e in events])
+            assert columns["s"][at].tolist() == [row_of(e["s"]) for e in events]
+            assert times[starts[at] : starts[at + 1]] == [e["t"] for e in events]
+            assert [m.tolist() for m in inner[starts[at] : starts[at + 1]]] == [e["m"] for e in events]
+
+
 @given(
     lengths=st.lists(st.integers(0, 130), min_size=1, max_size=20),
     order=st.randoms(use_true_random=False),

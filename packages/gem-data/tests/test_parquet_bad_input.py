@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -209,6 +210,14 @@ def test_null_number(tmp_path):
 def test_number_outside_log1p(tmp_path):
     path = write(tmp_path / "a.parquet", {"x": [1.0, -2.0]})
     says(refused(path, Features(dense={"x": Dense(transform="log1p")})), "-2.0", "log1p", "row 1", "clip")
+
+
+def test_number_beyond_float32(tmp_path):
+    path = write(tmp_path / "a.parquet", {"x": [1.0, 1e300]})
+    says(refused(path, Features(dense={"x": Dense()})), "1e+300", "float32", "row 1", "clip")
+    for spec, want in ((Dense(policy="clip"), float(np.finfo(np.float32).max)), (Dense(policy="default", default=2.0), 2.0)):
+        (batch,) = ParquetSource(path, Features(dense={"x": spec}), batch_size=4)
+        assert batch.dense[:, 0].tolist() == [1.0, want]
 
 
 def test_vector_of_another_width(tmp_path):

@@ -193,7 +193,18 @@ def _scaled(
             fix = 'set clip = [low, high], or policy = "clip", "default" or "quarantine"'
             site.settle(bad, policy, lambda i: f"the value {values[i]} is not {needs}", fix)
             values = np.where(bad, 0.0, values)
-    return scaled(values, spec)
+    with np.errstate(over="ignore"):
+        found = scaled(values, spec)
+    over = ~np.isfinite(found)
+    if over.any():
+        if policy == "clip":
+            return np.nan_to_num(found)
+        if policy == "default" and default is not None:
+            return np.where(over, scaled(np.array([default]), spec), found)
+        fix = 'set clip = [low, high], transform = "log1p", or policy = "clip", "default" or "quarantine"'
+        site.settle(over, policy, lambda i: f"the value {values[i]} is too large for float32", fix)
+        found = np.where(over, np.float32(0), found)
+    return found
 
 
 def vectors(site: Site, array: pa.Array, dim: int) -> NDArray[np.float32]:

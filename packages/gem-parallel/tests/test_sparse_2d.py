@@ -31,10 +31,11 @@ def scenario(schedule="article", exchange="whole", *, model=2, optimizer=ADAGRAD
 
 FOUR = {
     "article": scenario(),
-    "article, fbgemm": scenario(kernel="fbgemm"),
+    "article, fbgemm, chunks": scenario(kernel="fbgemm", chunks=2),
     "article, weighted, whole tables, one copy at a time": scenario(weighted=True, sharding="table", window=1),
     "article, four replicas": scenario(model=1, chunks=3),
     "article, plain adagrad": scenario(momentum_scale=1.0, steps=5),
+    "torchrec, chunks": scenario("torchrec", chunks=4),
     "torchrec": scenario("torchrec"),
     "torchrec, fbgemm, weighted": scenario("torchrec", kernel="fbgemm", weighted=True),
     "torchrec, four replicas": scenario("torchrec", model=1),

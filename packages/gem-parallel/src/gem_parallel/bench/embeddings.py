@@ -45,6 +45,7 @@ from gem_parallel.sparse.twod import Tables2d
 OPTIMIZER = TableOptimizer(lr=0.02, eps=1e-3)
 GEM: dict[str, dict[str, Any]] = {
     "gem-2d whole, torchrec order": {"schedule": "torchrec"},
+    "gem-2d whole, torchrec order, four chunks": {"schedule": "torchrec", "chunks": 4},
     "gem-2d whole, article order": {"schedule": "article"},
     "gem-2d touched": {"exchange": "touched"},
 }
@@ -445,7 +446,7 @@ def save(bench: Bench, data: dict[str, Any]) -> None:
     if bench.rank:
         return
     a = vars(bench.args)
-    data["environment"] = report.environment(**{k: str(v) for k, v in a.items() if k not in ("out",)})
+    data["environment"] = report.environment(**{k: str(v) for k, v in a.items() if k not in ("out", "device")})
     report.write(bench.args.out, "embeddings", data)
 
 

@@ -49,7 +49,7 @@ class Gem2dConfig(SparseConfig):
     kernel: Literal["auto", "fbgemm", "torch"] = Field("auto", description="auto: FBGEMM on CUDA, PyTorch's look-ups on the CPU")
     sharding: Literal["auto", "row", "table"] = Field("auto", description="over the model axis; auto: rows where a table is large")
     unit_mb: int = Field(1024, gt=0, description="tables of one width are gathered in units of about this size")
-    chunks: int = Field(4, gt=0, description="row chunks in which a unit's collectives are issued")
+    chunks: int = Field(1, gt=0, description="row chunks in which a unit's collectives are issued; more: shorter ones, and more of them")
     window: int = Field(2, gt=0, description="full copies that may exist at once under the article's schedule")
     ctas: int | None = Field(
         None, gt=0, le=32, description="most SMs that a gather or reduce-scatter between replicas takes; few leave more to the dense part"

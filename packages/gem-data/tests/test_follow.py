@@ -16,7 +16,8 @@ from gem_core import load_config, train
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError
 from gem_core.testing.sources import ids_of
-from gem_data.follow import FollowConfig, build_follow
+from gem_data.config import FollowConfig
+from gem_data.spec import build_follow
 
 FEATURES = Features.model_validate({"sample_id": "id", "sparse": {"item": {"rows": 20}}, "labels": {"click": {}}})
 ROWS = 40

@@ -50,3 +50,16 @@ class ParquetConfig(FrozenConfig):
     def filter(self, split: str) -> str | None:
         found: str | None = getattr(self, f"{split}_filter")
         return found
+
+
+class FollowConfig(ParquetConfig):
+    """``[data.parquet-follow]``: as ``[data.parquet]``, but ``train`` is one folder that is followed."""
+
+    marker: str | None = Field(
+        "_SUCCESS", description="file that a complete partition's folder holds; None: it is complete when it is there"
+    )
+    lag: int = Field(0, ge=0, description="newest partitions that are left alone until later ones are there")
+    poll_s: float = Field(10.0, gt=0, description="seconds between looks at the folder")
+    idle_s: float | None = Field(None, ge=0, description="end when no partition has come for so many seconds; None: wait for ever")
+    start: str | None = Field(None, description="name of the first partition to read")
+    stop: str | None = Field(None, description="name of the last partition to read")

@@ -14,31 +14,16 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-from pydantic import Field
 
 from gem_core.batch import Batch
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError
-from gem_core.hookspecs import SourceSpec
 from gem_core.sources.hashing import key_of, mix64, salt_of
-from gem_data.config import ParquetConfig
+from gem_data.config import FollowConfig
 from gem_data.files import filesystem_of
 from gem_data.spec import build_parquet
 
 _log = logging.getLogger(__name__)
-
-
-class FollowConfig(ParquetConfig):
-    """``[data.parquet-follow]``: as ``[data.parquet]``, but ``train`` is one folder that is followed."""
-
-    marker: str | None = Field(
-        "_SUCCESS", description="file that a complete partition's folder holds; None: it is complete when it is there"
-    )
-    lag: int = Field(0, ge=0, description="newest partitions that are left alone until later ones are there")
-    poll_s: float = Field(10.0, gt=0, description="seconds between looks at the folder")
-    idle_s: float | None = Field(None, ge=0, description="end when no partition has come for so many seconds; None: wait for ever")
-    start: str | None = Field(None, description="name of the first partition to read")
-    stop: str | None = Field(None, description="name of the last partition to read")
 
 
 class Following:
@@ -170,22 +155,3 @@ class Following:
             return False
         found = filesystem.get_file_info(f"{entry.path}/{marker}")
         return bool(found.type != pafs.FileType.File)
-
-
-def build_follow(
-    config: FollowConfig,
-    features: Features,
-    *,
-    split: str,
-    batch_size: int,
-    shard: tuple[int, int] = (0, 1),
-    seed: int = 0,
-    drop_last: bool = False,
-) -> Any:
-    """The followed folder for "train"; "eval" and "test" are fixed files, as in ``[data.parquet]``."""
-    if split != "train":
-        return build_parquet(config, features, split=split, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
-    return Following(config, features, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
-
-
-FOLLOW = SourceSpec("parquet-follow", FollowConfig, build_follow)

@@ -17,8 +17,7 @@ class Plugin:
 
     @hookimpl
     def gem_sources(self) -> list[SourceSpec]:
-        from gem_data.follow import FOLLOW
-        from gem_data.spec import SPEC
+        from gem_data.spec import FOLLOW, SPEC
 
         return [SPEC, FOLLOW]
 

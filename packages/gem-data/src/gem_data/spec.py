@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from gem_core.config.features import Features
 from gem_core.hookspecs import SourceSpec
-from gem_data.config import ParquetConfig
+from gem_data.config import FollowConfig, ParquetConfig
 
 if TYPE_CHECKING:
+    from gem_core.sources.contract import Source
     from gem_data.parquet import ParquetSource
 
 
@@ -44,4 +45,23 @@ def build_parquet(
     )
 
 
+def build_follow(
+    config: FollowConfig,
+    features: Features,
+    *,
+    split: str,
+    batch_size: int,
+    shard: tuple[int, int] = (0, 1),
+    seed: int = 0,
+    drop_last: bool = False,
+) -> Source:
+    """The followed folder for "train"; "eval" and "test" are fixed files, as in ``[data.parquet]``."""
+    if split != "train":
+        return build_parquet(config, features, split=split, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
+    from gem_data.follow import Following
+
+    return Following(config, features, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
+
+
 SPEC = SourceSpec("parquet", ParquetConfig, build_parquet)
+FOLLOW = SourceSpec("parquet-follow", FollowConfig, build_follow)

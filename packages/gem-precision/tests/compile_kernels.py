@@ -24,7 +24,7 @@ from gem_precision.policy import Operand
 
 def built(kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, Any], num_warps: int, num_stages: int = 3) -> dict[str, Any]:
     signature = types | dict.fromkeys(constexprs, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, (n, t) in enumerate(types.items()) if t != "fp32" and n != "R"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t != "fp32"}
     options = {"num_warps": num_warps, "num_stages": num_stages}
     ptx = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", arch, 32), options=options).asm[
         "ptx"
@@ -73,7 +73,7 @@ def main(arch: int) -> None:
     for name, operand, tile, rows, cols, stochastic in (
         ("mx_rows", Operand(), "mx", True, False, False),
         ("mx_both", Operand(), "mx_both", True, True, False),
-        ("mx_both_stochastic", Operand(rounding="stochastic"), "mx_both_stochastic", True, True, True),
+        ("mx_both_stochastic", Operand(rounding="stochastic"), "mx_both", True, True, True),
         ("mx_squares", Operand(block=(32, 32)), "mx_both", True, True, False),
         ("fp8_rows", Operand("fp8", block=(1, 128)), "fp8", True, False, False),
         ("fp8_both", Operand("fp8", block=(1, 128)), "fp8_both", True, True, False),
@@ -83,12 +83,11 @@ def main(arch: int) -> None:
             continue
         types = QUANTIZE | (scales if operand.format == "fp8" else {}) | SIZES
         t = TILES[tile]
-        sizes = {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"], "STAGES": t.get("STAGES", 1)}
+        sizes = {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
         common = flags(operand, rows, cols, stochastic) | sizes
         found[name] = built(quantize_kernel, arch, types, {"ACT": 2, "WRITE_Y": False} | common, t["num_warps"])
         if name in ("mx_both", "fp8_both"):
             t = TILES[f"norm_{operand.format}"]
-            del common["STAGES"]
             common |= {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
             types = NORM | (scales if operand.format == "fp8" else {}) | SIZES | {"eps": "fp32"}
             constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "QUANTIZE": True} | common

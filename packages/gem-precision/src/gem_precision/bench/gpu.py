@@ -254,10 +254,9 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
         policies["mxfp8"] = mx_linear()
     shapes = {
         "mx": ((16, 128, 4), (32, 128, 4), (16, 256, 4), (32, 256, 8), (64, 128, 8)),
-        "mx_both": ((128, 64, 4), (128, 128, 8), (64, 128, 4), (64, 64, 2), (256, 64, 8)),
+        "mx_both": ((32, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 32, 4)),
     }
     candidates = {use: [{"BLOCK_R": r, "BLOCK_C": c, "num_warps": w} for r, c, w in found] for use, found in shapes.items()}
-    candidates["mx_both"] += [tile | {"STAGES": 2, "PERSISTENT": p} for tile, p in zip(candidates["mx_both"], (3, 1))]
     speeds = [row for width in widths for row in linear_speed(width, policies)]
     header = {
         "device": device,

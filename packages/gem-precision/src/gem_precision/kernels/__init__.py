@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,12 +27,6 @@ def interpreting() -> bool:
 def usable(x: torch.Tensor) -> bool:
     """Whether the quantise kernels take this tensor: a CUDA matrix of a dtype they load, and triton is there."""
     return x.is_cuda and x.dim() == 2 and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_installed()
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; a few where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 RCEIL, FLOOR, CEIL, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 INF_BITS = tl.constexpr(0x7F800000)
+SIGN_BIT = tl.constexpr(-0x80000000)
 
 
 @triton.jit
@@ -76,16 +77,19 @@ def encode(
     y, random, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, LARGEST: tl.constexpr, SIGN: tl.constexpr,
     NAN: tl.constexpr, STOCHASTIC: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """uint8 codes of fp32 y, saturating. ``CAST`` 1: E4M3, 2: E5M2 by the hardware's conversion, which saturates;
-    0: in integers."""
+    """uint8 codes of fp32 y, saturating. ``CAST`` 1: E4M3, 2: E5M2 by the hardware's conversion; 0: in integers."""
     bits = y.to(tl.int32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > INF_BITS
-    if CAST == 1:
-        return tl.where(is_nan, NAN, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)).to(tl.uint8)
-    elif CAST == 2:
-        return tl.where(is_nan, NAN, y.to(tl.float8e5).to(tl.uint8, bitcast=True)).to(tl.uint8)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
+    if CAST != 0:
+        # the sign by its bit: Triton's minus is a difference from 0, which makes -0 of 0 a 0
+        clamped = (magnitude.to(tl.int32, bitcast=True) | (bits & SIGN_BIT)).to(tl.float32, bitcast=True)
+        if CAST == 1:
+            codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            codes = clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        return tl.where(is_nan, NAN, codes).to(tl.uint8)
     else:
-        magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
         exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, EMIN), EMAX)
         steps = magnitude * ((MBITS + 127 - exponent) << 23).to(tl.float32, bitcast=True)

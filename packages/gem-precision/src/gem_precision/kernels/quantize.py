@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gem_core.errors import OpError
 from gem_precision.formats import FP8, MX, draw_seed, element
-from gem_precision.kernels import interpreting, launch, multiprocessors
+from gem_precision.kernels import interpreting, launch
 from gem_precision.policy import Operand
 
 RULES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
@@ -18,15 +18,13 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3, "relu_square": 4}
 
 TILES: dict[str, dict[str, Any]] = {
     "mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
-    "mx_both": {"BLOCK_R": 128, "BLOCK_C": 64, "num_warps": 4},
-    "mx_both_stochastic": {"BLOCK_R": 64, "BLOCK_C": 64, "num_warps": 4},
+    "mx_both": {"BLOCK_R": 64, "BLOCK_C": 64, "num_warps": 4},
     "fp8": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
-    "norm_mx": {"BLOCK_R": 64, "BLOCK_C": 128, "num_warps": 4},
+    "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
 }
-"""Tile of each use; the benchmark of this package times others. PERSISTENT: so many programs an SM, which walk over the tiles and load
-STAGES - 1 ahead; without it there is a program a tile."""
+"""Tile of each use; the benchmark of this package times others."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,7 @@ def quantize_matrix(
     tile = tile or TILES[_use(rows, columns)]
     r, c = x.shape
     y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
-    tile = {"STAGES": 1, **tile}
     programs = -(-r // tile["BLOCK_R"]) * -(-c // tile["BLOCK_C"])
-    if persistent := tile.pop("PERSISTENT", 0):
-        programs = min(programs, persistent * multiprocessors(x.device))
     from gem_precision.kernels.quantize_kernels import quantize_kernel
 
     launch(
@@ -89,10 +84,7 @@ def quantize_matrix(
 def _use(rows: Operand | None, columns: Operand | None) -> str:
     one = rows or columns
     assert one is not None
-    if columns is None and one.block[0] == 1:
-        return one.format
-    stochastic = any(o is not None and o.rounding == "stochastic" for o in (rows, columns))
-    return f"{one.format}_both_stochastic" if stochastic and one.format == "mx" else f"{one.format}_both"
+    return one.format if columns is None and one.block[0] == 1 else f"{one.format}_both"
 
 
 def norm_quantize(
@@ -177,8 +169,7 @@ class _Outputs:
         self.rows, self.columns, self.swizzle, self.seeds = rows, columns, swizzle, seeds
         self.shape = x.shape
         r, c = x.shape
-        # the kernels write words of four codes
-        self.col_stride, self.col_length = -(-r // max(pad, 4)) * max(pad, 4), -(-r // pad) * pad
+        self.col_stride = -(-r // pad) * pad
         self.row_data = self.row_scales = self.col_data = self.col_scales = None
         one = rows or columns
         if one is None:
@@ -216,7 +207,7 @@ class _Outputs:
             rows = self._quantised(self.rows, self.row_data, self.row_scales)
         if self.columns is not None:
             scales = self.row_scales.t() if self.square and self.row_scales is not None else self.col_scales
-            columns = self._quantised(self.columns, self.col_data[:, : self.col_length], scales)  # type: ignore[index]
+            columns = self._quantised(self.columns, self.col_data, scales)
         return Directions(rows, columns, y, stats)
 
     @staticmethod

@@ -7,12 +7,8 @@ One program owns a tile; B is 32 (MX) or 128 (FP8), and no block crosses a tile:
     R | tile|     |     columns:  data [C, R],  scales [C, R/B]        transposed, K innermost, as the MMA wants both operands
       +-----+-----+     squares:  data [R, C],  scales [R/B, C/B]      and the transposed payload from the same scale
 
-Rows of the transposed payload are ``col_stride`` apart, a multiple of 4. ``SWIZZLE`` writes scales in 128x4 tiles instead. Addresses are
-int64.
-
-A tile's rows are taken in the order 0, 4, 8, ..., 1, 5, 9, ... (`tile_rows`): then the rows 4i ... 4i + 3 lie in the registers of one
-thread, so that maxima down the columns begin there, and four codes become one word before the transpose goes through shared memory.
-A tile is computed with as five dimensions (row % 4, block of rows, rest of the row, block of columns, column).
+Rows of the transposed payload are ``col_stride`` apart (R, or R padded for the MMA). ``SWIZZLE`` writes scales in 128x4 tiles instead.
+Addresses are int64.
 """
 
 from __future__ import annotations
@@ -45,125 +41,96 @@ def block_scales(
 
 
 @triton.jit
-def tile_rows(first, BLOCK_R: tl.constexpr):
-    """Rows of the tile that begins at ``first`` (int64) in the order of the tile."""
-    i = tl.arange(0, BLOCK_R)
-    return first + (i % (BLOCK_R // 4) * 4 + i // (BLOCK_R // 4)).to(tl.int64)
-
-
-@triton.jit
-def store_columns(
-    codes, first, cols, R, C, col_stride, col_data, B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """``codes [4, ...]`` uint8 of a tile, transposed; rows past R of a last word are zero."""
-    rows = tl.reshape(tile_rows(first, BLOCK_R), (4, BLOCK_R // B, B // 4))
-    wide = tl.where((rows < R)[:, :, :, None, None], codes.to(tl.int32), 0)
-    shift = tl.arange(0, 4)[:, None, None, None, None] * 8
-    words = tl.trans(tl.reshape(tl.sum(wide << shift, axis=0), (BLOCK_R // 4, BLOCK_C)))
-    at = first // 4 + tl.arange(0, BLOCK_R // 4).to(tl.int64)
-    target = col_data.to(tl.pointer_type(tl.int32)) + cols[:, None] * (col_stride // 4) + at[None, :]
-    # a mask along the rows, of which nothing is known, takes a store apart into single words: only the last tile has one
-    whole = first + BLOCK_R <= R
-    tl.store(target, words, mask=(cols < C)[:, None] & whole)
-    tl.store(target, words, mask=(cols < C)[:, None] & (at * 4 < R)[None, :] & (first + BLOCK_R > R))
-
-
-@triton.jit
 def store_tile(
-    y, first, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
+    y, rows, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
     LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
     B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Quantise the fp32 tile ``y`` (rows in the order of `tile_rows`, 0 outside the matrix) and write what is asked for."""
-    rows = tile_rows(first, BLOCK_R)
+    """Quantise the fp32 tile ``y`` (0 outside the matrix) and write what is asked for."""
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     index = rows[:, None] * C + cols[None, :]
-    # a tile that is quantised along its rows only may be lower than a block
-    G: tl.constexpr = min(B, BLOCK_R)
-    parts = tl.reshape(y, (4, BLOCK_R // G, G // 4, BLOCK_C // B, B))
-    numbers = tl.reshape(index, (4, BLOCK_R // G, G // 4, BLOCK_C // B, B))
-    bits = magnitude_bits(parts)
-    block_r = first // G + tl.arange(0, BLOCK_R // G)
-    block_c = tl.max(tl.reshape(cols, (BLOCK_C // B, B)), axis=1) // B
-    blocks_r, blocks_c = (R + B - 1) // B, (C + B - 1) // B
+    bits = magnitude_bits(y)
     if SQUARE:
-        amax = tl.max(tl.max(tl.max(bits, axis=0), axis=3), axis=1)
+        grid = tl.reshape(bits, (BLOCK_R // B, B, BLOCK_C // B, B))
+        amax = tl.max(tl.max(grid, axis=3), axis=1)
         stored, inverse = block_scales(amax, FP8, RULE, EMAX, MBITS, TOP_MANTISSA, LARGEST)
-        random = numbers
+        spread = tl.reshape(tl.broadcast_to(inverse[:, None, :, None], (BLOCK_R // B, B, BLOCK_C // B, B)), (BLOCK_R, BLOCK_C))
+        random = index
         if STOCHASTIC_ROWS:
-            random = random_bits(tl.load(seeds), tl.load(seeds + 1), numbers)
+            random = random_bits(tl.load(seeds), tl.load(seeds + 1), index)
         cast: tl.constexpr = 0 if STOCHASTIC_ROWS else CAST
-        scaled = parts * inverse[None, :, None, :, None]
-        codes = encode(scaled, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_ROWS, cast)
+        codes = encode(y * spread, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_ROWS, cast)
+        block_r = tl.max(tl.reshape(rows, (BLOCK_R // B, B)), axis=1) // B
+        block_c = tl.max(tl.reshape(cols, (BLOCK_C // B, B)), axis=1) // B
+        blocks_r, blocks_c = (R + B - 1) // B, (C + B - 1) // B
         keep = (block_r < blocks_r)[:, None] & (block_c < blocks_c)[None, :]
         tl.store(row_scales + block_r[:, None] * blocks_c + block_c[None, :], stored, mask=keep)
         if ROWS:
-            tl.store(row_data + index, tl.reshape(codes, (BLOCK_R, BLOCK_C)), mask=inside)
+            tl.store(row_data + index, codes, mask=inside)
         if COLS:
-            store_columns(codes, first, cols, R, C, col_stride, col_data, B, BLOCK_R, BLOCK_C)
+            tl.store(col_data + cols[:, None] * col_stride + rows[None, :], tl.trans(codes), mask=(cols < C)[:, None] & (rows < R)[None, :])
     else:
         if ROWS:
-            amax = tl.max(bits, axis=4)
+            amax = tl.max(tl.reshape(bits, (BLOCK_R, BLOCK_C // B, B)), axis=2)
             stored, inverse = block_scales(amax, FP8, RULE, EMAX, MBITS, TOP_MANTISSA, LARGEST)
-            random = numbers
+            spread = tl.reshape(tl.broadcast_to(inverse[:, :, None], (BLOCK_R, BLOCK_C // B, B)), (BLOCK_R, BLOCK_C))
+            random = index
             if STOCHASTIC_ROWS:
-                random = random_bits(tl.load(seeds), tl.load(seeds + 1), numbers)
+                random = random_bits(tl.load(seeds), tl.load(seeds + 1), index)
             cast_rows: tl.constexpr = 0 if STOCHASTIC_ROWS else CAST
-            scaled = parts * inverse[:, :, :, :, None]
-            codes = encode(scaled, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_ROWS, cast_rows)
-            tl.store(row_data + index, tl.reshape(codes, (BLOCK_R, BLOCK_C)), mask=inside)
-            at = scale_offset(rows[:, None], block_c[None, :], blocks_c, SWIZZLE)
-            stored = tl.reshape(stored, (BLOCK_R, BLOCK_C // B))
-            tl.store(row_scales + at, stored, mask=(rows < R)[:, None] & (block_c < blocks_c)[None, :])
+            codes = encode(y * spread, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_ROWS, cast_rows)
+            tl.store(row_data + index, codes, mask=inside)
+            strip = tl.max(tl.reshape(cols, (BLOCK_C // B, B)), axis=1) // B
+            strips = (C + B - 1) // B
+            at = scale_offset(rows[:, None], strip[None, :], strips, SWIZZLE)
+            tl.store(row_scales + at, stored, mask=(rows < R)[:, None] & (strip < strips)[None, :])
         if COLS:
-            amax = tl.max(tl.max(bits, axis=0), axis=1)
+            amax = tl.max(tl.reshape(bits, (BLOCK_R // B, B, BLOCK_C)), axis=1)
             stored, inverse = block_scales(amax, FP8, RULE, EMAX, MBITS, TOP_MANTISSA, LARGEST)
-            random = numbers
+            spread = tl.reshape(tl.broadcast_to(inverse[:, None, :], (BLOCK_R // B, B, BLOCK_C)), (BLOCK_R, BLOCK_C))
+            random = index
             if STOCHASTIC_COLS:
-                random = random_bits(tl.load(seeds + 2), tl.load(seeds + 3), numbers)
+                random = random_bits(tl.load(seeds + 2), tl.load(seeds + 3), index)
             cast_cols: tl.constexpr = 0 if STOCHASTIC_COLS else CAST
-            scaled = parts * inverse[None, :, None, :, :]
-            codes = encode(scaled, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_COLS, cast_cols)
-            store_columns(codes, first, cols, R, C, col_stride, col_data, B, BLOCK_R, BLOCK_C)
-            at = scale_offset(cols[None, :], block_r[:, None], blocks_r, SWIZZLE)
-            stored = tl.reshape(stored, (BLOCK_R // B, BLOCK_C))
-            tl.store(col_scales + at, stored, mask=(cols < C)[None, :] & (block_r < blocks_r)[:, None])
+            codes = encode(y * spread, random, MBITS, EMIN, EMAX, LARGEST, SIGN, NAN, STOCHASTIC_COLS, cast_cols)
+            tl.store(col_data + cols[:, None] * col_stride + rows[None, :], tl.trans(codes), mask=(cols < C)[:, None] & (rows < R)[None, :])
+            strip = tl.max(tl.reshape(rows, (BLOCK_R // B, B)), axis=1) // B
+            strips = (R + B - 1) // B
+            at = scale_offset(cols[None, :], strip[:, None], strips, SWIZZLE)
+            tl.store(col_scales + at, stored, mask=(cols < C)[None, :] & (strip < strips)[:, None])
 
 
-# Token counts differ from step to step: no kernel is compiled anew for one.
-@triton.jit(do_not_specialize=["R"])
+@triton.jit
 def quantize_kernel(
     x, y_out, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride,
     ACT: tl.constexpr, WRITE_Y: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
     SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
     LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
-    B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Optional activation, rounded to y_out's dtype as the unfused op does, then quantise. A program walks over tiles, the loads of the
-    next ``STAGES`` - 1 under way."""
+    """Optional activation, rounded to y_out's dtype as the unfused op does, then quantise."""
+    program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(C, BLOCK_C)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, BLOCK_R) * across, tl.num_programs(0), num_stages=STAGES):
-        first = (tile // across).to(tl.int64) * BLOCK_R
-        rows = tile_rows(first, BLOCK_R)
-        cols = (tile % across).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = (rows < R)[:, None] & (cols < C)[None, :]
-        y = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
-        if ACT != 0:
-            y = activation(y.to(tl.float32), ACT)
-        y = y.to(y_out.dtype.element_ty)
-        if WRITE_Y:
-            tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
-        store_tile(
-            y.to(tl.float32), first, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
-            ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA, SIGN,
-            NAN, CAST, B, BLOCK_R, BLOCK_C,
-        )  # fmt: skip
+    rows = program // across * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+    cols = program % across * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)
+    inside = (rows < R)[:, None] & (cols < C)[None, :]
+    y = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    if ACT != 0:
+        y = activation(y.to(tl.float32), ACT)
+    y = y.to(y_out.dtype.element_ty)
+    if WRITE_Y:
+        tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
+    store_tile(
+        y.to(tl.float32), rows, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
+        ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA, SIGN, NAN,
+        CAST, B, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit
 def norm_quantize_kernel(
     x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride, eps,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
@@ -174,8 +141,7 @@ def norm_quantize_kernel(
 ):  # fmt: skip
     """Norm over C, rounded to y_out's dtype as the unfused op does, then quantise; ``stats [2, R]`` receives mean and 1/deviation. A
     program owns BLOCK_R whole rows; the second and third walk over them come from the cache."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK_R
-    rows = tile_rows(first, BLOCK_R)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
     mean = tl.zeros((BLOCK_R,), tl.float32)
     if LAYER:
         total = tl.zeros((BLOCK_R,), tl.float32)
@@ -208,13 +174,13 @@ def norm_quantize_kernel(
             tl.store(y_out + rows[:, None] * C + cols[None, :], y, mask=inside)
         if QUANTIZE:
             store_tile(
-                y.to(tl.float32), first, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
+                y.to(tl.float32), rows, cols, R, C, col_stride, row_data, row_scales, col_data, col_scales, seeds,
                 ROWS, COLS, SQUARE, STOCHASTIC_ROWS, STOCHASTIC_COLS, SWIZZLE, FP8, RULE, MBITS, EMIN, EMAX, LARGEST, TOP_MANTISSA,
                 SIGN, NAN, CAST, B, BLOCK_R, BLOCK_C,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit
 def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, BLOCK_C: tl.constexpr):
     """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row."""
     row = tl.program_id(0).to(tl.int64)

@@ -170,7 +170,7 @@ def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
     train(tmp_path / "run", train={"steps": 2})
     with pytest.raises(CheckpointError, match=r"(?s)not empty.*--resume"):
         train(tmp_path / "run", train={"steps": 2})
-    for wrong in ({"eval": {"group": "nobody"}}, {"parallel": {"replicate": 2}}, {"train": {"callbacks": {"nobody": {}}}}):
+    for wrong in ({"eval": {"group": "nobody"}}, {"parallel": {"dense": "nobody"}}, {"train": {"callbacks": {"nobody": {}}}}):
         with pytest.raises(gem_core.GemError):
             train(tmp_path / "run", overwrite=True, **wrong)
         assert len(losses(tmp_path / "run")) == 2, "a configuration that is refused must not delete the run that it would replace"

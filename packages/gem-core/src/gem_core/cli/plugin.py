@@ -26,13 +26,13 @@ def register(app: CommandGroups) -> None:
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="Name of the distribution, as in gem-kernels-acme.")],
+    name: Annotated[str, typer.Argument(help="Name of the distribution, as in acme-kernels.")],
     kind: Annotated[Literal["kernel", "source"], typer.Option("--kind", help="What it offers.")] = "kernel",
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The package's folder is made in this one.")] = Path(),
 ) -> None:
     """Make the folder of a plug-in package: pyproject, plug-in object, a working implementation to replace, its conformance test.
 
-    Example: gemrec plugin new gem-kernels-acme --kind kernel
+    Example: gemrec plugin new acme-kernels --kind kernel
     """
     for path in write(name, kind, out):
         print(path)

@@ -57,7 +57,7 @@ class Bag:
         return self.split([rows])[0]
 
     def split(self, parts: Sequence[Rows], *, consume: bool = False) -> list[Bag]:
-        """A copy of the rows of each part; with ``consume`` an array is let go as soon as it is copied, and the bag is of no more use."""
+        """The rows of each part, copied unless they are a slice; ``consume``: arrays are let go as they are cut, the bag is spent."""
         offsets, picks = zip(*(self._picked(rows) for rows in parts))
         nested = any(isinstance(v, Bag) for v in self.values.values())
         inner = [_values_of(self.offsets, rows) for rows in parts] if nested else []
@@ -109,7 +109,7 @@ class Block:
     good: NDArray[np.bool_] | None = None
 
     def take(self, rows: Rows, *, drop: bool = True) -> Block:
-        """A copy of these rows; quarantined ones are left out, or with ``drop = False`` stay marked."""
+        """These rows; quarantined ones are left out, or with ``drop = False`` stay marked."""
         return self.split([rows], drop=drop)[0]
 
     def split(self, parts: Sequence[Rows], *, drop: bool = True, consume: bool = False) -> list[Block]:
@@ -235,7 +235,7 @@ def _values_of(offsets: Ints, rows: Rows) -> Rows:
 
 
 def _copied(values: Array, offsets: Ints, pick: slice | pa.Array, n: int, at: dict[int, pa.Buffer]) -> Array:
-    """``n`` values: those of a slice, or those of the picked rows, one block copy a row (to Arrow, a row is a byte string).
+    """``n`` values: those of a slice as they are, or copies of those of the picked rows, a row at once (to Arrow, it is a byte string).
 
     ``at``: offsets in bytes by the width of a value, made once for all parts. Arrow's allocator keeps large buffers, so that their pages
     are not given to the process again for every batch.
@@ -244,10 +244,7 @@ def _copied(values: Array, offsets: Ints, pick: slice | pa.Array, n: int, at: di
     if not n * width:
         return np.empty((n, *values.shape[1:]), dtype=values.dtype)
     if isinstance(pick, slice):
-        data = pa.allocate_buffer(n * width)
-        copy = np.frombuffer(data, dtype=values.dtype).reshape(n, *values.shape[1:])
-        copy[:] = values[pick]
-        return copy
+        return _writable(values[pick])
     if width not in at:
         at[width] = pa.py_buffer(offsets * width)
     strings = pa.LargeBinaryArray.from_buffers(
@@ -255,6 +252,18 @@ def _copied(values: Array, offsets: Ints, pick: slice | pa.Array, n: int, at: di
     )
     data = pc.take(strings, pick, boundscheck=False).buffers()[2]
     return np.frombuffer(data, dtype=values.dtype, count=n * width // values.itemsize).reshape(n, *values.shape[1:])
+
+
+class _Memory:
+    """Memory of Arrow's that NumPy may write to: batches are their consumer's, and the row group is read no more."""
+
+    def __init__(self, values: Array) -> None:
+        self._owner = values
+        self.__array_interface__ = {**values.__array_interface__, "data": (values.__array_interface__["data"][0], False)}
+
+
+def _writable(values: Array) -> Array:
+    return values if values.flags.writeable else np.asarray(_Memory(values))
 
 
 def _rows(values: Array, rows: Rows) -> Array:

@@ -118,7 +118,7 @@ class Train(FrozenConfig):
     epochs: int = Field(1, gt=0)
     accumulate: int = Field(1, gt=0, description="micro-batches an optimizer step")
     clip_norm: float | None = Field(None, gt=0, description="global norm limit of the dense gradients")
-    compile: bool = False
+    compile: bool = Field(False, description="torch.compile the model layer by layer (lookups stay eager)")
     nonfinite: Literal["stop", "skip"] = Field("stop", description="what a non-finite loss does; a skipped step touches no parameter")
     optimizer: DenseOptimizer = DenseOptimizer()
     tables: TableOptimizer = TableOptimizer()

@@ -243,6 +243,15 @@ def changed(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("package", PACKAGES)
+def api(session: nox.Session, package: str) -> None:
+    """Breaks of the public interface since the package's last tag (argument: another commit); a release must explain each of them."""
+    session.install("griffe>=1.5")
+    since = session.posargs[0] if session.posargs else _last_tag(package) or "HEAD~1"
+    session.run("griffe", "check", package.replace("-", "_"), "--search", f"packages/{package}/src", "--against", since)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES)
 def release(session: nox.Session, package: str) -> None:
     """Release one package: ``nox -s "release(package='gem-data')" -- minor`` (or major, patch, a version).
 
@@ -319,6 +328,12 @@ def _affected(since: str) -> list[str]:
     return [name for name in PACKAGES if name in touched or needs[name] & touched]
 
 
+def _last_tag(package: str) -> str:
+    """The tag of the package's last release; empty if there is none."""
+    command = ["git", "describe", "--tags", "--abbrev=0", "--match", f"{package}-v*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _mixed(session: nox.Session, released: tuple[str, ...]) -> None:
     """The packages ``released`` as they were released, built to wheels, beside the present others; the tests that cross packages run."""
     pins = _install_torch(session)
@@ -328,9 +343,7 @@ def _mixed(session: nox.Session, released: tuple[str, ...]) -> None:
         for name in PACKAGES:
             source = Path("packages", name)
             if name in released:
-                tag = subprocess.run(
-                    ["git", "describe", "--tags", "--abbrev=0", "--match", f"{name}-v*"], capture_output=True, text=True, check=False
-                ).stdout.strip()
+                tag = _last_tag(name)
                 source = Path(folder, name)
                 source.mkdir()
                 archive = Path(folder, f"{name}.tar")

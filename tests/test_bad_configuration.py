@@ -33,7 +33,6 @@ CASES = {
         r"two features have the name 'a': features\.dense\.a and features\.sparse\.a; rename one",
     ),
     "not TOML": ("[train\n", r"not valid TOML: .*\n  where: my\.toml:1"),
-    "mesh for one process": ("[parallel]\nreplicate = 2\n", r"replicate"),
 }
 
 

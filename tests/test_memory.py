@@ -18,7 +18,7 @@ ROWS = 8_000
 LOG = {
     "data.synthetic.eval_rows": 500,
     "data.synthetic.users": 2000,
-    "data.synthetic.length": {"law": "lognormal", "mean": 80.0, "max": 400},
+    "data.synthetic.length": {"law": "lognormal", "mean": 160.0, "max": 800},
 }
 TRAIN = """
 [model]

@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_the_json_is_a_configuration_that_trains(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
-    assert main(["plan", str(config), "--cluster", H200, "--world", "1", "--json", str(out)]) == 0
+    assert main(["plan", str(config), "--cluster", H200, "--world", "1", "--sparse", "local", "--json", str(out)]) == 0
     text = capsys.readouterr().out
     for word in ("Axes on tiers", "Time of a step", "Memory of the fullest rank", "Efficiency", "scaling ratio"):
         assert word in text

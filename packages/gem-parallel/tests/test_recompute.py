@@ -193,14 +193,14 @@ def test_a_planned_run_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[
         '[run]\ndevice = "cpu"\n[data]\nbatch_size = 32\n[data.synthetic]\nrows = 128\neval_rows = 32\ntest_rows = 32\n'
         '[model]\npreset = "tiny"\n[train]\nsteps = 2\ntensorboard = false\n'
     )
-    space = Space.build(workload_of(load_config(file), "my", None, 4096), load_cluster(H200), 1)
+    space = Space.build(workload_of(load_config(file), "my", None, 4096), load_cluster(H200), 1, sparse=["local"])
     free = plan(space).runnable
     least = min(space.memory(free.dense, free.sparse, i).bytes for i in range(len(space.levels)))
     memory_gb = (free.memory.bytes + least) / 2e9
     cluster = tmp_path / "small.toml"
     cluster.write_text(H200.read_text().replace("memory_gb = 150.1", f"memory_gb = {memory_gb}"))
     out = tmp_path / "plan.json"
-    assert main(["plan", str(file), "--cluster", str(cluster), "--world", "1", "--json", str(out)]) == 0
+    assert main(["plan", str(file), "--cluster", str(cluster), "--world", "1", "--sparse", "local", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["train"]["callbacks"]["recompute"]["modules"]
     assert "recomputed in backward" in capsys.readouterr().out
     assert main(["train", str(out), "--run-dir", str(tmp_path / "run"), "--quiet"]) == 0

@@ -33,6 +33,7 @@ from gem_core.ops.contract import Problem
 from gem_core.ops.contracts import contracts
 from gem_core.ops.explain import problem_of
 from gem_core.testing.kernel_cases import MANY_SAMPLES, Call, Case, Draw, cases
+from gem_core.testing.rules import Rules
 
 SMALL_CASES = {
     "jagged_attention": "causal, fewer keys than queries",
@@ -122,7 +123,7 @@ def flat(result: Any) -> list[Tensor]:
     return [t for part in result for t in flat(part)]
 
 
-class KernelConformance:
+class KernelConformance(Rules):
     """Set ``spec``; override ``device``, ``dtypes``, or ``only`` (names of cases) to test less at a time."""
 
     spec: KernelSpec
@@ -145,6 +146,7 @@ class KernelConformance:
     # --- the rules ---
 
     def test_supports_something(self) -> None:
+        """It supports one problem at least, and gives a reason for each that it refuses."""
         answers = [self.spec.supports(self.problem(case(Draw(self.dtypes[0], self.device)))) for case in cases(self.spec.op).values()]
         assert any(answers), f"no case is supported: {answers[0].reason}"
         assert all(a.reason for a in answers if not a), "a refusal must give its reason"
@@ -228,6 +230,7 @@ class KernelConformance:
             assert torch.equal(first[1][name], second[1][name]), f"gradients of {name} differ between runs"
 
     def test_inputs_are_left_alone(self, dtype: torch.dtype) -> None:
+        """Neither the forward nor the backward pass writes to the tensors that it is given."""
         call = self.small(dtype)
         before = {n: t.clone() for n, t in call.tensors.items()}
         self.run(call, self.spec.name)

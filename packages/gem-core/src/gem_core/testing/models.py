@@ -22,6 +22,7 @@ from gem_core.config.features import EventField, Features
 from gem_core.jagged import Jagged, lengths_to_offsets
 from gem_core.model.contract import ModelOutput
 from gem_core.model.loss import task_loss
+from gem_core.testing.rules import Rules
 
 
 def sample_features() -> Features:
@@ -183,7 +184,7 @@ def fit(model: nn.Module, batch: Batch, steps: int, *, lr: float = 1e-2, until: 
     return loss
 
 
-class ModelConformance:
+class ModelConformance(Rules):
     """What every registered model keeps. Override `build`, and `features` where the model asks for others."""
 
     overfit_steps = 200
@@ -205,6 +206,7 @@ class ModelConformance:
         return output.logits
 
     def test_output(self) -> None:
+        """Logits are `[B, T]` in the order of the declared labels, float32 and finite."""
         features = self.features()
         batch = random_batch(features, 7)
         output = self._model()(batch)
@@ -214,6 +216,7 @@ class ModelConformance:
         assert bool(torch.isfinite(output.logits).all()), "logits must be finite at initialisation"
 
     def test_gradients_reach_every_parameter(self) -> None:
+        """Every parameter gets a finite gradient that is not zero everywhere."""
         model = self._model(training=True)
         batch = random_batch(self.features(), 16, lengths=[0, *(3 + i % 5 for i in range(15))])
         task_loss(model(batch), batch).backward()
@@ -225,6 +228,7 @@ class ModelConformance:
         assert not still, f"the gradient of {', '.join(still)} is zero everywhere"
 
     def test_zero_length_and_single_event_histories(self) -> None:
+        """Samples without history, or with one event, score as they do alone."""
         model = self._model()
         batch = random_batch(self.features(), 6, lengths=[0, 1, 5, 0, 2, 1])
         logits = self._logits(model, batch)
@@ -236,6 +240,7 @@ class ModelConformance:
         assert bool(torch.isfinite(self._logits(model, empty)).all()), "a batch in which no sample has history must have finite logits"
 
     def test_zero_length_histories_train(self) -> None:
+        """A batch in which nobody has a history gives finite gradients."""
         model = self._model(training=True)
         batch = random_batch(self.features(), 4, lengths=[0, 0, 0, 0])
         task_loss(model(batch), batch).backward()
@@ -243,6 +248,7 @@ class ModelConformance:
         assert not broken, f"without any event the gradient of {', '.join(broken)} is not finite"
 
     def test_empty_batch(self) -> None:
+        """A batch of no samples gives logits `[0, T]` and finite gradients, as on a rank that ran out of data."""
         model = self._model(training=True)
         output = model(random_batch(self.features(), 0, lengths=[]))
         assert output.logits.shape == (0, len(self.features().labels)), "an empty batch must give logits [0, T]"
@@ -251,6 +257,7 @@ class ModelConformance:
         assert not broken, f"an empty batch must give zero or no gradients; {', '.join(broken)} is not finite"
 
     def test_batch_permutation(self) -> None:
+        """Permuting the batch permutes the logits."""
         model = self._model()
         batch = random_batch(self.features(), 9)
         order = [4, 0, 8, 2, 7, 1, 3, 6, 5]
@@ -258,6 +265,7 @@ class ModelConformance:
         assert torch.allclose(moved, self._logits(model, batch)[order], atol=1e-5), "permuting the batch must permute the logits"
 
     def test_samples_do_not_see_each_other(self) -> None:
+        """A sample's logits do not depend on who else is in the batch."""
         model = self._model()
         batch, other = random_batch(self.features(), 5, seed=1), random_batch(self.features(), 1, seed=2)
         joined = [*range(4), 4]
@@ -268,6 +276,7 @@ class ModelConformance:
         assert bool(torch.isfinite(self._logits(model, other)).all())
 
     def test_forward_reads_nothing_from_the_device(self) -> None:
+        """The forward pass never waits for a value of a tensor on the device."""
         with torch.device("meta"):
             model = self._model()
         try:
@@ -277,6 +286,7 @@ class ModelConformance:
         assert output.logits.shape == (5, len(self.features().labels))
 
     def test_overfit_100_users(self) -> None:
+        """Training on the same 100 samples drives the loss towards zero."""
         model = self._model(training=True)
         batch = random_batch(self.features(), 100, max_length=10, seed=3)
         loss = fit(model, batch, self.overfit_steps, until=self.overfit_loss)
@@ -286,6 +296,7 @@ class ModelConformance:
         )
 
     def test_state_round_trip(self) -> None:
+        """A state_dict loaded into another instance gives the same logits."""
         model, batch = self._model(), random_batch(self.features(), 5)
         torch.manual_seed(1)
         other = self.build(self.features()).train(False)

@@ -6,7 +6,11 @@ Give it a factory with the keywords of ``SourceSpec.build`` after ``config`` and
     def test_source(check):
         check(lambda **how: build(config, features, **how))
 
-The source must give ``Batch.sample_ids``, and a training split of at least 50 samples for the checks to say anything.
+The source must give ``Batch.sample_ids``, and a training split of at least 50 samples for the checks to say anything. What it makes of bad
+input only its author can show; `check_bad_input` holds the answer to the rule::
+
+    def test_a_null_label(tmp_path):
+        check_bad_input(lambda: build(config, features_of(write(tmp_path, label=None))), "label", "part-3", "row 17")
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import torch
 from torch import Tensor
 
 from gem_core.batch import Batch
+from gem_core.errors import GemError
 from gem_core.sources.contract import Source
+from gem_core.testing.rules import named
 
 Factory = Callable[..., Source]
 Check = Callable[[Factory], None]
@@ -41,8 +47,23 @@ def check_source(make: Factory) -> None:
 
 
 def _check(fn: Check) -> Check:
-    _CHECKS.append(fn)
+    _CHECKS.append(named(fn))
     return fn
+
+
+@named
+def check_bad_input(make: Callable[[], Iterable[Batch]], *words: str) -> None:
+    """Reading bad input raises a GemError that names each of ``words`` (file, row, column, ...) and says what to do; nothing is dropped."""
+    told: GemError | None = None
+    count = 0
+    try:
+        count = len(ids_of(make()))
+    except GemError as error:
+        told = error
+    assert told is not None, f"no error: {count} samples were read"
+    absent = [word for word in words if word not in str(told)]
+    assert not absent, f"the error does not name {', '.join(map(repr, absent))}: {told}"
+    assert told.fix, f"the error does not say what to do (GemError(..., fix=...)): {told}"
 
 
 def _source(
@@ -107,7 +128,7 @@ def batches_are_valid(make: Factory) -> None:
     for split in ("train", "eval", "test"):
         kinds = None
         for batch in _source(make, split):
-            assert 0 < len(batch.validate()) <= 16
+            assert 0 < len(batch.validate()) <= 16, f"{split}: a batch of {len(batch)} samples, the batch size is 16"
             now = {p: (v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for p, v in flat_tensors(batch)}
             kinds = kinds or now
             assert now == kinds, f"members changed between batches of {split}: {set(now.items()) ^ set(kinds.items())}"
@@ -116,6 +137,7 @@ def batches_are_valid(make: Factory) -> None:
 
 @_check
 def samples_come_once_an_epoch(make: Factory) -> None:
+    """Each epoch of a split holds every sample once, and no sample is in two splits."""
     seen: dict[str, set[Any]] = {}
     for split in ("train", "eval", "test"):
         source = _source(make, split)
@@ -129,11 +151,13 @@ def samples_come_once_an_epoch(make: Factory) -> None:
 
 @_check
 def sources_built_alike_agree(make: Factory) -> None:
+    """Two sources built with the same arguments give the same batches, bit for bit."""
     _assert_same(list(_source(make)), list(_source(make)))
 
 
 @_check
 def training_is_shuffled_by_seed_and_epoch(make: Factory) -> None:
+    """Training samples come in another order each epoch and for each seed; evaluation keeps its order."""
     source = _source(make)
     first, second = ids_of(source), ids_of(source)
     assert first != second, "the second epoch has the order of the first"
@@ -145,6 +169,7 @@ def training_is_shuffled_by_seed_and_epoch(make: Factory) -> None:
 
 @_check
 def batch_size_does_not_change_the_stream(make: Factory) -> None:
+    """The order of the samples is that of the seed, however they are cut into batches."""
     want = ids_of(_source(make, batch_size=16))
     for size in (1, 7, 10_000):
         assert ids_of(_source(make, batch_size=size)) == want, f"batch size {size} gives another order"
@@ -152,6 +177,7 @@ def batch_size_does_not_change_the_stream(make: Factory) -> None:
 
 @_check
 def shards_are_disjoint_and_of_one_length(make: Factory) -> None:
+    """The ranks' shards hold every sample once, in as many batches on each rank, none of them empty."""
     for split in ("train", "eval"):
         want = ids_of(_source(make, split))
         for world in (2, 3, 7):
@@ -164,28 +190,32 @@ def shards_are_disjoint_and_of_one_length(make: Factory) -> None:
 
 @_check
 def drop_last_gives_full_batches_only(make: Factory) -> None:
+    """With drop_last every batch is full, and no more samples are left out than that takes."""
     for world in (1, 3):
         parts = [list(_source(make, "train", 7, (rank, world), drop_last=True)) for rank in range(world)]
-        assert len({len(p) for p in parts}) == 1
+        assert len({len(p) for p in parts}) == 1, f"{world} ranks have different batch counts: {[len(p) for p in parts]}"
         assert all(len(b) == 7 for p in parts for b in p), "a batch is not full"
         ids = [i for p in parts for i in ids_of(p)]
         total = len(ids_of(_source(make)))
-        assert len(ids) == len(set(ids)) == total // world // 7 * 7 * world
+        kept = total // world // 7 * 7 * world
+        assert len(ids) == len(set(ids)) == kept, f"{len(set(ids))} of {total} samples came ({len(ids)} with repeats), {kept} fill batches"
 
 
 @_check
 def an_abandoned_iterator_does_not_shorten_the_next(make: Factory) -> None:
+    """An iterator left on the way ends its epoch: the next one is whole."""
     source = _source(make)
     want = ids_of(_source(make))
     list(islice(source, 2))
-    assert sorted(ids_of(source), key=str) == sorted(want, key=str)
+    assert sorted(ids_of(source), key=str) == sorted(want, key=str), "the epoch after an abandoned one is not whole"
     evaluation = _source(make, "eval")
     list(islice(evaluation, 1))
-    assert ids_of(evaluation) == ids_of(_source(make, "eval"))
+    assert ids_of(evaluation) == ids_of(_source(make, "eval")), "the evaluation after an abandoned one is not whole"
 
 
 @_check
 def state_is_plain(make: Factory) -> None:
+    """The state is JSON and does not depend on the rank."""
     source = _source(make)
     list(islice(source, 2))
     state = source.state_dict()
@@ -198,6 +228,7 @@ def state_is_plain(make: Factory) -> None:
 
 @_check
 def resuming_twice_changes_nothing(make: Factory) -> None:
+    """A run that was resumed twice, at any batch, sees the batches of one that never stopped, and so does its next epoch."""
     for shard in ((0, 1), (1, 3)):
         plain = _source(make, batch_size=4, shard=shard)
         want = [list(plain), list(plain)]
@@ -216,6 +247,7 @@ def resuming_twice_changes_nothing(make: Factory) -> None:
 
 @_check
 def a_finished_epoch_resumes_into_the_next(make: Factory) -> None:
+    """A state taken at the end of an epoch continues with the next epoch."""
     plain = _source(make)
     want = [list(plain), list(plain)]
     source, n = _source(make), len(want[0])
@@ -227,7 +259,7 @@ def a_finished_epoch_resumes_into_the_next(make: Factory) -> None:
     resumed.load_state_dict(state)
     assert list(resumed) == [], "the finished epoch was read again"
     _assert_same(list(resumed), want[1])
-    assert next(iterator, None) is None
+    assert next(iterator, None) is None, "the epoch goes on after its last batch"
     resumed = _source(make)
     resumed.load_state_dict(source.state_dict())
     _assert_same(list(resumed), want[1])
@@ -235,6 +267,7 @@ def a_finished_epoch_resumes_into_the_next(make: Factory) -> None:
 
 @_check
 def resuming_with_other_ranks_and_batch_size_loses_nothing(make: Factory) -> None:
+    """Resumed on other numbers of ranks and other batch sizes, an epoch still holds every sample once."""
     want = ids_of(_source(make))
     for worlds in ((1, 3, 2), (3, 1, 4), (2, 5, 1)):
         state: dict[str, Any] | None = None
@@ -249,3 +282,27 @@ def resuming_with_other_ranks_and_batch_size_loses_nothing(make: Factory) -> Non
             parts += got
             state = sources[0].state_dict()
         _all_once(parts, want, f"resumed over {worlds} ranks")
+
+
+@_check
+def misuse_is_refused(make: Factory) -> None:
+    """A split that is not there, a rank outside the world and a batch size of 0 are GemErrors, not empty epochs."""
+    for wrong in ({"split": "trian"}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"batch_size": 0}):
+        try:
+            count = len(list(_source(make, **wrong)))  # type: ignore[arg-type]
+        except GemError:
+            continue
+        raise AssertionError(f"{wrong} gives {count} batches")
+
+
+@_check
+def a_position_in_another_order_is_refused(make: Factory) -> None:
+    """A state that was stored under another seed means other samples: loading it is a GemError."""
+    source = _source(make)
+    list(islice(source, 2))
+    other = _source(make, seed=4)
+    try:
+        other.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    except GemError:
+        return
+    raise AssertionError("the position of seed 3 was taken by a source of seed 4")

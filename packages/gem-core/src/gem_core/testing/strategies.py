@@ -28,6 +28,7 @@ from gem_core.config import ResolvedConfig, config_from_dict, dense_config, mode
 from gem_core.errors import CheckpointError
 from gem_core.model.loss import batch_total
 from gem_core.testing.models import random_batch, sample_features, take
+from gem_core.testing.rules import Rules, named
 from gem_core.train.build import build_parts
 from gem_core.train.contract import Callback, RunInfo
 from gem_core.train.feed import Fed
@@ -149,7 +150,13 @@ def _train(rank: int, world: int, data: Mapping[str, Any], sizes: Any) -> dict[s
     return found
 
 
-class StrategyConformance:
+@named
+def _all_ranks_train(world: int, task: Mapping[str, Any], folder: Path) -> list[Any]:
+    """Every scenario trains to its end on every rank: even and uneven batches, a rank without samples, accumulation."""
+    return run_processes(world, train_rank, task, folder)
+
+
+class StrategyConformance(Rules):
     """Set ``parallel`` (the section ``[parallel]``) and ``worlds``; ``model`` may be another registered model with options."""
 
     parallel: ClassVar[Mapping[str, Any]]
@@ -182,19 +189,21 @@ class StrategyConformance:
         for world in cls.worlds:
             scenarios = cls.scenarios(world)
             task = {"config": cls.config(cls.parallel), "scenarios": scenarios}
-            ranks = run_processes(world, train_rank, task, tmp_path_factory.mktemp(f"world-{world}"))
+            ranks = _all_ranks_train(world, task, tmp_path_factory.mktemp(f"world-{world}"))
             joined = {name: [[(sum(parts),) for parts in micro] for micro in sizes] for name, sizes in scenarios.items()}
             results[world] = (ranks, train_rank(0, 1, {"config": cls.config({}), "scenarios": joined}))
         return results
 
     @pytest.mark.parametrize("scenario", ["even and uneven ranks", "a rank without samples", "accumulation"])
     def test_equals_one_process_on_the_joined_batch(self, found: Mapping[int, Any], scenario: str) -> None:
+        """Losses, gradient norms, names and the final state are those of one process that trains on all samples of a step."""
         for world, (ranks, alone) in found.items():
             expected = alone[scenario]
             for rank, result in enumerate(ranks):
                 at = f"world {world}, rank {rank}"
                 for step, (got, want) in enumerate(zip(result[scenario]["losses"], expected["losses"], strict=True)):
-                    assert got == pytest.approx(want, rel=self.tolerance), f"{at}, step {step}: loss, gradient norm, samples"
+                    same = got == pytest.approx(want, rel=self.tolerance)
+                    assert same, f"{at}, step {step}: loss, gradient norm, samples are {got}, those of one process {want}"
                 assert result[scenario]["names"] == expected["names"], f"{at}: the names of parameters and tables must not change"
             for name, tensor in expected["state"].items():
                 got = ranks[0][scenario]["state"][name]

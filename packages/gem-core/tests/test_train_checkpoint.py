@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from gem_core.errors import CheckpointError
 from gem_core.jagged import Jagged
 from gem_core.train.checkpoint import CheckpointStore, check_fit
 from gem_core.train.pack import load_packed, pack, save_packed, unpack
-from gem_core.train.tensorfile import read_tensors, write_tensors
+from gem_core.train.tensorfile import crc32_of, read_tensors, write_tensors
 
 
 def test_tensors_come_back_bit_for_bit_and_any_reader_finds_them(tmp_path):
@@ -40,7 +41,8 @@ def test_tensors_come_back_bit_for_bit_and_any_reader_finds_them(tmp_path):
         "fp8": torch.randn(4).to(torch.float8_e4m3fn),
     }
     path = tmp_path / "t.safetensors"
-    assert write_tensors(path, tensors) == path.stat().st_size
+    assert write_tensors(path, tensors) == (path.stat().st_size, zlib.crc32(path.read_bytes()))
+    assert crc32_of(path) == zlib.crc32(path.read_bytes())
     found = read_tensors(path)
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from gem_core.errors import CheckpointError
 from gem_core.train.pack import load_packed, read_json, save_packed, write_json
 from gem_core.train.shards import State, spread
-from gem_core.train.tensorfile import read_tensors, write_tensors
+from gem_core.train.tensorfile import Written, crc32_of, read_tensors, write_tensors
 
 WHOLE, SHARDED = 1, 2
 """Values of ``format`` in meta.json."""
@@ -108,14 +108,15 @@ class CheckpointStore:
             folder.mkdir()
         return folder
 
-    def publish(self, step: int, *, meta: Mapping[str, Any], files: Mapping[str, int], shared: Any, ranks: Sequence[Any]) -> Path:
-        """Add the states, and make the folder of `begin` the newest checkpoint. ``files``: sizes of the tensor files in it."""
+    def publish(self, step: int, *, meta: Mapping[str, Any], files: Mapping[str, Written], shared: Any, ranks: Sequence[Any]) -> Path:
+        """Add the states, and make the folder of `begin` the newest checkpoint. ``files``: the tensor files in it."""
         final, folder = self.path(step), self.directory / f".tmp-step-{step}"
         with self._whole_or_not_at_all(step, folder):
             written = dict(files)
             for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in enumerate(ranks)}}.items():
                 written |= save_packed(folder / name, state)
-            write_json(folder / "meta.json", {**meta, "step": step, "world": len(ranks), "files": written})
+            sums = {"files": {n: w.bytes for n, w in written.items()}, "crc32": {n: w.crc32 for n, w in written.items()}}
+            write_json(folder / "meta.json", {**meta, "step": step, "world": len(ranks), **sums})
             _sync_directory(folder)
             if final.exists():
                 final.rename(self.directory / f".old-step-{step}")
@@ -172,24 +173,61 @@ class CheckpointStore:
                 raise CheckpointError(f"the checkpoint is damaged: {name} {found}", where=str(path), fix="use an older checkpoint")
         return Checkpoint(path, meta)
 
+    def problem(self, step: int, share: tuple[int, int] = (0, 1)) -> str | None:
+        """What is wrong with a checkpoint: its files are read and held against their checksums. ``share`` (i, n): every n-th of them."""
+        try:
+            checkpoint = self.load(step)
+            for name, crc32 in list(checkpoint.meta.get("crc32", {}).items())[share[0] :: share[1]]:
+                if crc32_of(checkpoint.path / name) != crc32:
+                    return f"the checkpoint is damaged: {name} has not the content that was written"
+        except CheckpointError as error:
+            return error.what
+        except OSError as error:
+            return f"the checkpoint cannot be read: {error.strerror or error}"
+        return None
+
     def latest(self) -> tuple[Checkpoint, list[str]]:
-        """The newest usable checkpoint, and what was wrong with newer ones.
+        """The newest checkpoint whose files have the recorded sizes, and what was wrong with newer ones.
 
         :raises CheckpointError: there is no usable one.
         """
-        pointed = self._pointed("latest")
-        order = sorted(self.steps(), key=lambda s: (s == pointed, s), reverse=True)
-        problems: list[str] = []
-        for step in order:
+        problems: dict[int, str] = {}
+        for step in self.order():
             try:
-                return self.load(step), problems
+                return self.load(step), [f"step {s}: {what}" for s, what in problems.items()]
             except CheckpointError as error:
-                problems.append(f"step {step}: {error.what}")
-        raise CheckpointError(
+                problems[step] = error.what
+        raise self.unusable(problems)
+
+    def set_aside(self, steps: Iterable[int]) -> list[Path]:
+        """Rename damaged checkpoints to ``damaged-step-N``, so that nothing takes them for good ones; returns where they are."""
+        moved = []
+        for step in steps:
+            aside = self.directory / f"damaged-step-{step}"
+            with suppress(OSError):
+                shutil.rmtree(aside, ignore_errors=True)
+                self.path(step).rename(aside)
+                moved.append(aside)
+        return moved
+
+    def order(self) -> list[int]:
+        """Published steps, newest first; the one that the file ``latest`` names before all."""
+        pointed = self._pointed("latest")
+        return sorted(self.steps(), key=lambda s: (s == pointed, s), reverse=True)
+
+    def unusable(self, found: Mapping[int, str]) -> CheckpointError:
+        """The error of there being no usable checkpoint; ``found``: what is wrong with those there."""
+        problems = [f"step {step}: {what}" for step, what in found.items()]
+        return CheckpointError(
             "no usable checkpoint" + (f": {'; '.join(problems)}" if problems else ""),
             where=str(self.directory),
             fix="start the run anew (--overwrite), or give another run folder",
         )
+
+    def recover(self) -> None:
+        """Bring back a checkpoint that an interrupted save of the same step had set aside, and remove what it left behind."""
+        if self.directory.is_dir():
+            self._sweep()
 
     def mark_best(self, step: int) -> None:
         """Keep this checkpoint until another one is marked."""

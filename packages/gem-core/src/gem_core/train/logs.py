@@ -46,7 +46,7 @@ class TensorBoard(Callback):
                 stacklevel=2,
             )
             return
-        self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=run.step + 1 if run.step else None)
+        self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=run.step + 1)
 
     def on_step(self, run: RunInfo, record: Mapping[str, Any] | None) -> None:
         if self.writer is not None and record is not None:

@@ -6,7 +6,6 @@ Holds None, bool, int, float, str, lists, tuples, dicts with string or integer k
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from gem_core.batch import Batch, Requests, SequenceGroup, SparseGroup
 from gem_core.errors import CheckpointError
 from gem_core.jagged import Jagged
-from gem_core.train.tensorfile import read_tensors, write_tensors
+from gem_core.train.tensorfile import Summed, Written, read_tensors, write_tensors
 
 _CLASSES = {cls.__name__: cls for cls in (Batch, SparseGroup, SequenceGroup, Requests, Jagged)}
 _TAG = "$"
@@ -54,8 +53,8 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def save_packed(stem: Path, value: Any) -> dict[str, int]:
-    """Write ``stem.json`` and ``stem.safetensors`` to the disk; returns their sizes by file name."""
+def save_packed(stem: Path, value: Any) -> dict[str, Written]:
+    """Write ``stem.json`` and ``stem.safetensors`` to the disk; returns what was written by file name."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     described, tensors = pack(value, stem.name)
     return {
@@ -69,14 +68,13 @@ def load_packed(stem: Path) -> Any:
     return unpack(read_json(stem.with_name(f"{stem.name}.json")), read_tensors(stem.with_name(f"{stem.name}.safetensors")))
 
 
-def write_json(path: Path, value: Any) -> int:
-    """Write and flush to the disk; returns the bytes written."""
-    text = json.dumps(value, indent=1).encode()
-    with open(path, "wb") as file:
-        file.write(text)
+def write_json(path: Path, value: Any) -> Written:
+    """Write and flush to the disk."""
+    with open(path, "wb") as opened:
+        file = Summed(opened)
+        file.write(json.dumps(value, indent=1).encode())
         file.flush()
-        os.fsync(file.fileno())
-    return len(text)
+    return file.written
 
 
 def read_json(path: Path) -> Any:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from gem_core.config import Config, dump_toml, load_config
-from gem_core.errors import CheckpointError, ConfigError
+from gem_core.errors import CheckpointError, ConfigError, RunError
 from gem_core.plugins import manager
 from gem_core.train.checkpoint import CheckpointStore, replace_file
 from gem_core.train.contract import Results, RunInfo
@@ -46,13 +47,14 @@ class RunFolder:
         self.checkpoints = CheckpointStore(path / "checkpoints", keep)
 
     def check(self, resume: bool, overwrite: bool) -> bool:
-        """Whether there is a checkpoint to continue from. Changes nothing.
+        """Whether there is a checkpoint to continue from. Changes nothing but what an interrupted save of a checkpoint left behind.
 
         :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, or it is no run folder.
         """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError("the run folder is a file", where=str(self.path), fix="give another one: --run-dir")
-        holds = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
+        # What is not published yet is what a run that was killed at its very start leaves.
+        holds = sorted(p.name for p in self.path.iterdir() if not p.name.startswith(".tmp-")) if self.path.is_dir() else []
         if holds and not resume and not overwrite:
             raise CheckpointError(
                 f"the run folder is not empty ({', '.join(holds[:4])}{', …' if len(holds) > 4 else ''})",
@@ -63,13 +65,20 @@ class RunFolder:
             raise CheckpointError(
                 "the folder is no run folder (it has no config.toml)", where=str(self.path), fix="give another one, or empty it by hand"
             )
+        if resume:
+            self.checkpoints.recover()
         return resume and bool(self.checkpoints.steps())
 
-    def create(self, resume: bool) -> None:
-        """Make the folder, empty unless ``resume``; call after `check`, when everything else about the run is known to be right."""
+    def create(self, config: Config, resume: bool) -> None:
+        """Make the folder with its configuration, empty but for that unless ``resume``; call after `check`, when everything else about
+        the run is known to be right. Killed at any point, it leaves a folder that `check` knows for one of a run."""
         if self.path.exists() and not resume:
-            shutil.rmtree(self.path)
+            for path in self.path.iterdir():
+                if path != self.config:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
+        if not (resume and self.config.is_file()):
+            self.write_config(config)
 
     def write_config(self, config: Config) -> None:
         replace_file(self.config, dump_toml(config))
@@ -112,11 +121,12 @@ class RunFolder:
         return hashlib.sha256(data).hexdigest()
 
     def write_json(self, path: Path, record: Mapping[str, Any]) -> None:
-        replace_file(path, json.dumps(clean(record), indent=1) + "\n")
+        with writing(path):
+            replace_file(path, json.dumps(clean(record), indent=1) + "\n")
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         """Add a line to a .jsonl file, with one write call."""
-        with open(path, "a") as file:
+        with writing(path), open(path, "a") as file:
             file.write(json.dumps(clean(record)) + "\n")
 
     def trim(self, step: int) -> None:
@@ -132,6 +142,19 @@ def _bytes(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"the fitted state cannot be read: {error.strerror}", where=f"features.fitted = {path}", fix="make it with 'gemrec data vocab'"
+        ) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """:raises RunError: the file system refuses what is written meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the run folder cannot be written: {error.strerror or error}",
+            where=str(path),
+            fix="free space or mend the file system, then resume from the last checkpoint (--resume)",
         ) from error
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gem_core.config.schema import Config
 from gem_core.errors import DeviceError, GemError, PeerError
+from gem_core.train.watchdog import keep_flight_record
 
 T = TypeVar("T")
 
@@ -116,6 +117,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
     joined = {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized()
     if joined:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        keep_flight_record()
         # Later than the watchdog, which has more to say.
         dist.init_process_group(backend, timeout=timedelta(seconds=1.5 * config.parallel.timeout_s + 10))
     try:

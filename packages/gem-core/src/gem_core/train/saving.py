@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gem_core.errors import CheckpointError, GemError
 from gem_core.model.contract import Shards
@@ -20,13 +22,18 @@ Parts = Mapping[str, Mapping[str, State]]
 
 
 class Saver:
-    """Saves through a `CheckpointStore`. ``background``: a save copies the state to the host and returns; the writing goes on in a thread,
-    and the next save waits for it. All methods are called by all ranks alike."""
+    """Saves through a `CheckpointStore`. All methods are called by all ranks alike.
+
+    ``background``: a save copies the state to host memory that is kept from save to save (pinned for a CUDA device) and returns; the
+    writing goes on in a thread, and the next save waits for it.
+    """
 
     def __init__(self, store: CheckpointStore, runtime: Runtime, *, background: bool = False) -> None:
         self.store, self.runtime, self.background = store, runtime, background
         self._running: threading.Thread | None = None
         self._result: Path | BaseException | None = None
+        self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
+        self._preparing: threading.Thread | None = None
         # The thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if runtime.world > 1 else None
 
@@ -36,11 +43,9 @@ class Saver:
         :raises CheckpointError: it, or the one before it, could not be written.
         """
         self.wait()
-        sharded = self.runtime.world > 1 and any(spread(state) for states in parts.values() for state in states.values())
-        mine = parts if sharded or self.runtime.main else {}
-        held = {part: {n: shards_of(s) for n, s in states.items()} for part, states in mine.items()}
+        sharded, held = self._held(parts)
         if self.background:
-            held = {part: {n: _on_host(s) for n, s in states.items()} for part, states in held.items()}
+            held = self._on_host(held)
         record = {"meta": meta, "shared": shared, "ranks": ranks}
 
         def write() -> Path:
@@ -51,6 +56,19 @@ class Saver:
         self._running = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._running.start()
         return None
+
+    def prepare(self, parts: Parts) -> None:
+        """With ``background``: get the memory for the copies of ``parts`` in a thread. Pinning it takes seconds, which the first save
+        would otherwise keep training waiting for."""
+        if self.background and self.runtime.device.type == "cuda":
+            _, held = self._held(parts)
+            self._preparing = threading.Thread(target=self._allocate, args=(held,), name="checkpoint memory", daemon=True)
+            self._preparing.start()
+
+    def settle(self) -> None:
+        """Let a background save end, whatever comes of it: for a run that fails while its last checkpoint is being written."""
+        if self._running is not None:
+            self._running.join()
 
     def finished(self) -> Path | None:
         """The path of a background save that has ended since the last call, once.
@@ -74,6 +92,35 @@ class Saver:
             self._running.join()
         return self.finished()
 
+    def _held(self, parts: Parts) -> tuple[bool, dict[str, dict[str, Shards]]]:
+        """Whether the state is spread over the ranks, and what this rank writes of it."""
+        sharded = self.runtime.world > 1 and any(spread(state) for states in parts.values() for state in states.values())
+        mine = parts if sharded or self.runtime.main else {}
+        return sharded, {part: {n: shards_of(s) for n, s in states.items()} for part, states in mine.items()}
+
+    def _allocate(self, held: Mapping[str, Mapping[str, Shards]]) -> None:
+        for part, states in held.items():
+            for name, shards in states.items():
+                for at, tensor in shards.parts:
+                    known = self._copies.get((part, name, at))
+                    if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+                        self._copies[part, name, at] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def _on_host(self, held: Mapping[str, Mapping[str, Shards]]) -> dict[str, dict[str, Shards]]:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        self._allocate(held)
+
+        def copied(part: str, name: str, shards: Shards) -> Shards:
+            pairs = [(at, self._copies[part, name, at].copy_(tensor.detach(), non_blocking=True)) for at, tensor in shards.parts]
+            return replace(shards, parts=tuple(pairs))
+
+        there = {part: {n: copied(part, n, s) for n, s in states.items()} for part, states in held.items()}
+        if self.runtime.device.type == "cuda":
+            torch.cuda.current_stream(self.runtime.device).synchronize()
+        return there
+
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             self._result = write()
@@ -94,7 +141,3 @@ class Saver:
 
     def _on_main(self, action: Callable[[], Path]) -> Path:
         return self.runtime.on_main(action, self._group)
-
-
-def _on_host(shards: Shards) -> Shards:
-    return replace(shards, parts=tuple((at, tensor.detach().to("cpu", copy=True)) for at, tensor in shards.parts))

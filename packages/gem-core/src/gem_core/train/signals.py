@@ -1,4 +1,5 @@
-"""Turns SIGINT and SIGTERM into a request to stop after the current step."""
+"""Turns SIGINT, SIGTERM, SIGUSR1 and SIGUSR2, which schedulers send before they take a machine back, into a request to stop after the
+current step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

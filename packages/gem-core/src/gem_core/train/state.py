@@ -11,9 +11,27 @@ import torch
 from gem_core.errors import CheckpointError
 from gem_core.plugins import manager
 from gem_core.train.build import Parts
-from gem_core.train.checkpoint import Checkpoint
+from gem_core.train.checkpoint import Checkpoint, CheckpointStore
 from gem_core.train.optim import DenseAdamW
 from gem_core.train.runtime import Runtime
+
+
+def newest(store: CheckpointStore, runtime: Runtime) -> tuple[Checkpoint, dict[int, str]]:
+    """The newest checkpoint whose files all have the content that was written, and what is wrong with newer ones, by step.
+
+    The ranks share the reading of a checkpoint's files and agree on what is good.
+
+    :raises CheckpointError: there is no good one.
+    """
+    problems: dict[int, str] = {}
+    for step in runtime.on_main(store.order):
+        runtime.progress()
+        found = runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world)))
+        wrong = next((p for p in found if p is not None), None)
+        if wrong is None:
+            return store.load(step), problems
+        problems[step] = wrong
+    raise store.unusable(problems)
 
 
 def load_parameters(parts: Parts, checkpoint: Checkpoint) -> None:

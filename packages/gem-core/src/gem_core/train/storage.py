@@ -38,13 +38,13 @@ from gem_core.errors import CheckpointError
 from gem_core.model.contract import Shards
 from gem_core.train.pack import read_json, write_json
 from gem_core.train.shards import State, box_of, shards_of
-from gem_core.train.tensorfile import dtype_name, dtype_of, read_tensors, write_tensors
+from gem_core.train.tensorfile import Written, dtype_name, dtype_of, read_tensors, write_tensors
 
 INDEX = "index.json"
 
 
-def write(folder: Path, parts: Mapping[str, Mapping[str, Shards]], rank: int, group: ProcessGroup | None) -> dict[str, int]:
-    """Called by all ranks alike; returns the sizes of all files on the coordinator (rank 0), nothing elsewhere.
+def write(folder: Path, parts: Mapping[str, Mapping[str, Shards]], rank: int, group: ProcessGroup | None) -> dict[str, Written]:
+    """Called by all ranks alike; returns what was written by file name on the coordinator (rank 0), nothing elsewhere.
 
     :raises CheckpointError: a process could not write, or the boxes do not cover their tensors.
     """
@@ -155,7 +155,7 @@ class Writer(StorageWriter):
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.name = folder, f"shard-{rank:05d}.safetensors"
-        self.files: dict[str, int] = {}
+        self.files: dict[str, Written] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -171,9 +171,9 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Any] = {_key(item.index): planner.resolve_data(item) for item in plan.items}
-        size = write_tensors(self.folder / self.name, tensors) if tensors else 0
+        written = write_tensors(self.folder / self.name, tensors) if tensors else Written(0, 0)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, size, self.name) for item in plan.items])
+        done.set_result([WriteResult(item.index, written.bytes, (self.name, written)) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -184,9 +184,9 @@ class Writer(StorageWriter):
             chunks = []
             for chunk in entry.chunks:
                 key = _key(MetadataIndex(name, chunk.offsets))
-                chunks.append({"file": where[key].storage_data, "key": key, "offsets": list(chunk.offsets), "sizes": list(chunk.sizes)})
+                chunks.append({"file": where[key].storage_data[0], "key": key, "offsets": list(chunk.offsets), "sizes": list(chunk.sizes)})
             index[name] = {"dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size), "chunks": chunks}
-        self.files = {r.storage_data: r.size_in_bytes for rank in results for r in rank}
+        self.files = dict(r.storage_data for rank in results for r in rank)
         self.files[INDEX] = write_json(self.folder / INDEX, {"tensors": index})
 
     @classmethod

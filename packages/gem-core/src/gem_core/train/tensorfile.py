@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,38 @@ _MAX_HEADER = 100 * 2**20
 _CHUNK = 64 * 2**20
 
 
+class Written(NamedTuple):
+    """Size in bytes and CRC-32 of a file as it was meant to be."""
+
+    bytes: int
+    crc32: int
+
+
+class Summed:
+    """Writes to a file and knows the `Written` of all that it was given."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.written = file, Written(0, 0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.written = Written(self.written.bytes + len(data), zlib.crc32(data, self.written.crc32))
+
+    def flush(self) -> None:
+        """To the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def crc32_of(path: Path) -> int:
+    """The CRC-32 of a file's bytes as the disk gives them."""
+    found, buffer = 0, memoryview(bytearray(16 * 2**20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found = zlib.crc32(buffer[:count], found)
+    return found
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in the files."""
     if dtype not in _NAMES:
@@ -53,8 +86,8 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:
-    """Write and fsync; return the bytes written. Device tensors are copied to the host one at a time."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
+    """Write and fsync. Device tensors are copied to the host one at a time."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
@@ -65,15 +98,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with open(path, "wb") as opened:
+        file = Summed(opened)
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
             for start in range(0, raw.size, _CHUNK):
                 file.write(raw[start : start + _CHUNK].data)
         file.flush()
-        os.fsync(file.fileno())
-    return 8 + len(text) + at
+    return file.written
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

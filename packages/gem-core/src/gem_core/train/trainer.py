@@ -29,9 +29,10 @@ from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
 from gem_core.train.optim import schedule_factor
 from gem_core.train.pack import save_packed
-from gem_core.train.runfolder import RunFolder, device_name, environment, result_record, summary_record
+from gem_core.train.runfolder import RunFolder, device_name, environment, result_record, summary_record, writing
 from gem_core.train.runtime import runtime
 from gem_core.train.saving import Saver
+from gem_core.train.shards import State
 from gem_core.train.signals import StopRequest
 from gem_core.train.step import Outcome, Outcomes, TrainStep
 from gem_core.train.watchdog import Watchdog, lost_contact
@@ -89,6 +90,8 @@ class Trainer:
             self._each("on_start")
             return self._finish(self._loop())
         except BaseException as error:
+            if self.runtime.world == 1:  # the writing of several ranks may wait for one that is lost
+                self.saver.settle()
             self._each("on_error", error)
             if isinstance(error, torch.OutOfMemoryError):
                 raise RunError(
@@ -141,11 +144,12 @@ class Trainer:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        rt.on_main(lambda: self.folder.create(self.resume))
+        rt.on_main(lambda: self.folder.create(self.config, self.resume))
         self.fitted = rt.on_main(lambda: self.folder.keep_fitted(self.config))
         if continues:
             self._restore()
         elif self.resume:
+            rt.on_main(lambda: self.folder.trim(0))
             self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
         self.header: dict[str, Any] = {
             "name": self.config.run.name,
@@ -198,6 +202,8 @@ class Trainer:
         schedule, info = self.config.train.schedule, self.info
         self.parts.module.train()
         self.meter.mark(None)
+        if self.config.train.checkpoint_every is not None:
+            self.saver.prepare(self._tensors())
         for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
             self.meter.mark("data")
             self._evaluate_ahead(batches[0])
@@ -275,7 +281,8 @@ class Trainer:
         kept = ""
         if self.saved_batches < MAX_SAVED:
             stem = self.folder.nonfinite / f"step-{outcome.step}-rank-{self.runtime.rank}"
-            save_packed(stem, [fed.host for fed in outcome.batches])
+            with writing(stem):
+                save_packed(stem, [fed.host for fed in outcome.batches])
             self.saved_batches += 1
             kept = f"; its batches are in {stem}.json (gem_core.train.pack.load_packed)"
         what = "loss" if outcome.bad_loss else "gradients"
@@ -284,6 +291,7 @@ class Trainer:
         if outcome.bad_loss and self.config.train.nonfinite == "skip" and self.skipped_in_a_row < MAX_SKIPPED:
             self._say(f"step {outcome.step}: the loss is not finite; the step was skipped{kept}")
             return
+        self.saver.settle()
         saved = self.folder.checkpoints.steps()
         raise NumericsError(
             f"the {what} of step {outcome.step} {'is' if outcome.bad_loss else 'are'} not finite"
@@ -368,23 +376,29 @@ class Trainer:
             "wall_s": self._wall(),
         }
         meta = {"samples": self.info.samples, "model": self.config.model.name, "fitted": self.fitted, **environment(rt.device)}
-        tensors = {"model": parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": parts.table_state()}
         self._saved(self.saver.wait())
-        path = self.saver.save(self.info.step, meta=meta, parts=tensors, shared=shared, ranks=ranks)
+        path = self.saver.save(self.info.step, meta=meta, parts=self._tensors(), shared=shared, ranks=ranks)
         self.saved_at = self.info.step
         self.save_s = time.perf_counter() - started
         self.saving_s += self.save_s
         self._saved(path)
         self.meter.mark(None)
 
+    def _tensors(self) -> dict[str, dict[str, State]]:
+        return {"model": self.parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": self.parts.table_state()}
+
     def _saved(self, path: Path | None) -> None:
         if path is not None:
             self._each("on_checkpoint", path, self.save_s)
 
     def _restore(self) -> None:
-        checkpoint, problems = self.folder.checkpoints.latest()
-        for problem in problems:
-            self._say(f"checkpoint not usable, {problem}")
+        store, rt = self.folder.checkpoints, self.runtime
+        checkpoint, damaged = state.newest(store, rt)
+        moved = rt.on_main(lambda: store.set_aside(damaged))
+        for step, problem in damaged.items():
+            self._say(f"checkpoint of step {step} not usable: {problem}")
+        if damaged:
+            self._say(f"the run goes on from step {checkpoint.step}; set aside: {', '.join(map(str, moved)) or 'nothing could be renamed'}")
         state.load_parameters(self.parts, checkpoint)
         state.load_optimizer(self.parts, self.step.dense, checkpoint)
         shared = checkpoint.state("shared")

@@ -2,7 +2,10 @@
 
 Every process tells the others once a second, through the store of the process group, that it lives and what its main thread is doing. One
 that makes no progress for ``timeout_s``, one whose neighbour falls silent and one that fails raise an alarm; whoever hears an alarm prints
-it with its own stacks and ends, because a main thread that waits in a collective cannot be woken otherwise.
+it with its own stacks and ends, because a main thread that waits in a collective cannot be woken otherwise. Stacks, and what the flight
+recorder of torch.distributed knows of the last collectives, are left in the run folder.
+
+A process that is alone tells nobody and is never ended: after ``timeout_s`` without progress it prints its stacks, once.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -60,8 +64,10 @@ class Watchdog:
             runs = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(_RUNS)
             self._store = PrefixStore("gem-watchdog-{}-{}".format(*runs), self._connect())
             self._beat()
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
+        elif self.world > 1:
+            return self
+        self._thread = threading.Thread(target=self._watch if self.world > 1 else self._look, name="watchdog", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -69,6 +75,9 @@ class Watchdog:
             return
         self._state = "done" if error is None else "failed"
         self._ended.set()  # this process ends by itself; only those that wait in a collective must be ended
+        if self.world == 1:
+            self._thread.join()
+            return
         if error is not None and not isinstance(error, PeerError):
             what = error.what if isinstance(error, GemError) else f"{type(error).__name__}: {error}"
             self._quietly(self._alarm, f"rank {self.rank} failed in step {self.step} ({self.phase}): {what}")
@@ -109,6 +118,15 @@ class Watchdog:
 
     # In the thread
 
+    def _look(self) -> None:
+        while not self._ended.wait(self.interval):
+            stuck = time.monotonic() - self._moved
+            if stuck > self.timeout_s:
+                frame = sys._current_frames().get(self._main or 0)
+                at = f"in step {self.step} ({self.phase}), in {doing(frame)}"
+                self._tell(f"no progress for {stuck:.0f} s (parallel.timeout_s = {self.timeout_s:g}) {at}; the run goes on")
+                return
+
     def _watch(self) -> None:
         watched = (self.rank + 1) % self.world
         while not self._ended.wait(self.interval):
@@ -130,17 +148,26 @@ class Watchdog:
     def _end(self, alarm: str) -> None:
         if self._ended.wait(GRACE_S):
             return
-        head = f"\nrank {self.rank} of {self.world} ends: {alarm}\nstacks of rank {self.rank}:\n"
+        self._tell(f"rank {self.rank} of {self.world} ends: {alarm}")
+        record = flight_record()
+        if record and self.folder.is_dir():
+            with contextlib.suppress(OSError):
+                (self.folder / f"flight-rank-{self.rank}.json").write_bytes(record)
+        os._exit(1)
+
+    def _tell(self, what: str) -> None:
+        """Print and keep ``what`` and the stacks of all threads."""
+        head = f"\n{what}\nstacks of rank {self.rank}:\n"
         out = sys.__stderr__ or sys.stderr
-        out.write(head)
-        out.flush()
-        faulthandler.dump_traceback(out, all_threads=True)
+        with contextlib.suppress(OSError):
+            out.write(head)
+            out.flush()
+            faulthandler.dump_traceback(out, all_threads=True)
         if self.folder.is_dir():
-            with open(self.folder / f"hang-rank-{self.rank}.txt", "w") as file:
+            with contextlib.suppress(OSError), open(self.folder / f"hang-rank-{self.rank}.txt", "w") as file:
                 file.write(head)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        os._exit(1)
 
     def _beat(self) -> None:
         self._beats += 1
@@ -203,6 +230,23 @@ class Watchdog:
         """For signs that are given while the store may be gone already."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             action(*arguments)
+
+
+def keep_flight_record() -> None:
+    """Have torch.distributed remember its last collectives, unless the environment says how many; call before joining a group."""
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
+
+
+def flight_record() -> bytes | None:
+    """The last collectives of this process as JSON: kind, sizes, state, times. None where torch.distributed keeps no record."""
+    native = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        with contextlib.suppress(RuntimeError):
+            found = getattr(native, name)() if hasattr(native, name) else None
+            if found and json.loads(found).get("entries"):
+                return bytes(found) if isinstance(found, bytes) else str(found).encode()
+    return None
 
 
 def lost_contact(error: BaseException) -> bool:

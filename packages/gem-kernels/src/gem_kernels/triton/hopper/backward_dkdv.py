@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import fill_flat, load_box, make_barriers, query_range, read_tile, store_box
+from gem_kernels.triton.hopper.common import alive, fill_flat, load_box, make_barriers, query_range, read_tile, store_box
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -69,6 +69,7 @@ def _consumer(
     row, lk, q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
+        lq = alive(lq)
         n_row, n_lk, n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
         first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
         own = n0 + WHO * 64

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import fill_flat, key_range, load_box, make_barriers, pass_over, read_tile, store_box
+from gem_kernels.triton.hopper.common import alive, fill_flat, key_range, load_box, make_barriers, pass_over, read_tile, store_box
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -87,6 +87,7 @@ def _consumer(
     row, lq, _k_row, lk, m0 = read_tile(table, gl.program_id(0), total, H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % H
+        lk = alive(lk)
         n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item + gl.num_programs(0), total, H)
         first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
         own = m0 + WHO * 64

@@ -176,7 +176,7 @@ def fit(model: nn.Module, batch: Batch, steps: int, *, lr: float = 1e-2, until: 
         loss = task_loss(output, batch, aux=False).item()
         if loss < until:
             break
-        task_loss(output, batch).backward()
+        task_loss(output, batch).backward()  # type: ignore[no-untyped-call]
         for p in model.parameters():
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
@@ -219,7 +219,7 @@ class ModelConformance(Rules):
         """Every parameter gets a finite gradient that is not zero everywhere."""
         model = self._model(training=True)
         batch = random_batch(self.features(), 16, lengths=[0, *(3 + i % 5 for i in range(15))])
-        task_loss(model(batch), batch).backward()
+        task_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]
         missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradient reaches {', '.join(missing)}: every parameter must be used, or not be there"
         broken = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())]
@@ -243,7 +243,7 @@ class ModelConformance(Rules):
         """A batch in which nobody has a history gives finite gradients."""
         model = self._model(training=True)
         batch = random_batch(self.features(), 4, lengths=[0, 0, 0, 0])
-        task_loss(model(batch), batch).backward()
+        task_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]
         broken = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(_values(p.grad)).all())]
         assert not broken, f"without any event the gradient of {', '.join(broken)} is not finite"
 

@@ -287,9 +287,10 @@ def resuming_with_other_ranks_and_batch_size_loses_nothing(make: Factory) -> Non
 @_check
 def misuse_is_refused(make: Factory) -> None:
     """A split that is not there, a rank outside the world and a batch size of 0 are GemErrors, not empty epochs."""
-    for wrong in ({"split": "trian"}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"batch_size": 0}):
+    wrongs: tuple[dict[str, Any], ...] = ({"split": "trian"}, {"shard": (2, 2)}, {"shard": (-1, 2)}, {"batch_size": 0})
+    for wrong in wrongs:
         try:
-            count = len(list(_source(make, **wrong)))  # type: ignore[arg-type]
+            count = len(list(_source(make, **wrong)))
         except GemError:
             continue
         raise AssertionError(f"{wrong} gives {count} batches")

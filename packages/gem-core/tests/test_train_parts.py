@@ -350,6 +350,35 @@ def test_a_profile_tells_exposed_communication_and_idle_time():
     assert found["exposed_ms"] == pytest.approx(1.0)
     assert found["top"][0] == {"name": "gemm", "calls": 1.0, "ms": pytest.approx(2.0), "share": pytest.approx(4 / 9)}
     assert "exposed 1.00" in text(found)
+    assert found["communication"] == [{"kind": "AllReduce", "ms": pytest.approx(2.0), "exposed_ms": pytest.approx(1.0)}]
+    assert found["contention"] == {"beside_ms": 0.0, "slowdown": None, "compared": None}
     host = summarise(events[:1], steps=1)
     assert host["busy_ms"] is None
     assert host["top"][0]["name"] == "aten::mm"
+
+
+def test_a_profile_tells_what_kernels_lose_beside_communication():
+    from gem_core.train.profile import Event, summarise, text
+
+    def kernels(name, start, times):
+        return [Event(name, start + 1000 * i, start + 1000 * i + time, True, 0.0) for i, time in enumerate(times)]
+
+    gather = [
+        Event("ncclDevKernel_AllGather_RING", 10_000, 20_000, True, 0.0),
+        Event("Memcpy PtoP (Device -> Device)", 15_000, 22_000, True, 0.0),
+    ]
+    one_shape = [*kernels("gemm", 0, [400, 404, 396]), *kernels("gemm", 11_000, [500, 520])]
+    many_shapes = [*kernels("jagged", 4000, [100, 900]), *kernels("jagged", 13_000, [300])]
+    half = kernels("half", 9900, [200])
+    found = summarise([*gather, *one_shape, *many_shapes, *half], steps=1)
+    assert found["contention"] == {
+        "beside_ms": pytest.approx(1.32),
+        "slowdown": pytest.approx(1020 / 800),
+        "compared": pytest.approx(1020 / 1320),
+    }
+    kinds = {row["kind"]: (row["ms"], row["exposed_ms"]) for row in found["communication"]}
+    assert kinds == {
+        "AllGather": (pytest.approx(10.0), pytest.approx(10.0 - 1.02 - 0.3 - 0.1)),
+        "Memcpy PtoP": (pytest.approx(7.0), pytest.approx(7.0)),
+    }
+    assert "kernels beside it take x1.275" in text(found)

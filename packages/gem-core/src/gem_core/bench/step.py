@@ -26,7 +26,7 @@ from gem_core.ops import use_policy
 from gem_core.requests import history_lengths
 from gem_core.train.build import build_parts, build_source
 from gem_core.train.feed import Feed, grouped
-from gem_core.train.measure import Meter, peak, peak_memory
+from gem_core.train.measure import PHASES, Meter, peak, peak_memory
 from gem_core.train.profile import activities, write
 from gem_core.train.runfolder import device_name, environment
 from gem_core.train.runtime import Runtime, runtime
@@ -42,7 +42,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
     ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
     of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
     optimizer a step, ``first_step_s``, ``peak_memory_bytes``, the losses, and the imbalance (max over mean work of the ranks).
-    ``traces`` is a folder for a trace and a summary of three more steps.
+    ``traces`` is a folder for a trace and a summary of three more steps, whose times (of rank 0) are then in ``profile``.
 
     :raises GemError: what training would raise.
     """
@@ -87,15 +87,15 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         for start in range(0, steps, WINDOW):
             run(min(WINDOW, steps - start))
             window = meter.window(rt.world)
-            windows.append({**window, "step_s": sum(float(window[f"{p}_s"] or 0) for p in ("data", "forward", "backward", "optimizer"))})
+            windows.append({**window, "step_s": sum(float(window.get(f"{p}_s") or 0) for p in (*PHASES, "captured"))})
         losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
         memory = max(rt.gather_objects(peak_memory(rt.device)))
         for batches, _ in (next(groups) for _ in range(4)):
             padded += [(fed.host.tokens, _real_events(fed.host)) for fed in batches]
-        if traces is not None:
-            _profile(lambda: run(1), rt, traces)
+        profiled = None if traces is None else _profile(lambda: run(1), rt, traces)
         result = _summary(windows, rt)
         return result | {
+            "profile": profiled,
             "first_step_s": first_s,
             "build_s": built_s,
             "peak_memory_bytes": memory,
@@ -145,14 +145,15 @@ def _summary(windows: list[dict[str, Any]], rt: Runtime) -> dict[str, Any]:
     }
 
 
-def _profile(run: Any, rt: Runtime, folder: Path) -> None:
-    """Three steps under the profiler on every rank; rank 0 writes."""
+def _profile(run: Any, rt: Runtime, folder: Path) -> dict[str, Any] | None:
+    """Three steps under the profiler on every rank; rank 0 writes, and returns the summary without the list of kernels."""
     with profile(activities=activities(rt.device)) as recorded:
         for _ in range(3):
             run()
         _wait(rt)
-    if rt.main:
-        write(recorded, folder, 3)
+    if not rt.main:
+        return None
+    return {key: value for key, value in write(recorded, folder, 3).items() if key != "top"}
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -16,8 +18,14 @@ from gem_core.train.contract import Callback, RunInfo
 
 Interval = tuple[float, float]
 
-COMMUNICATION = ("nccl", "ncclDevKernel", "gloo")
-"""Parts of the names of kernels that move data between ranks."""
+COMMUNICATION = ("nccl", "gloo", "Memcpy PtoP")
+"""Parts of the names of kernels, and of copies, that move data between ranks."""
+
+KINDS = ("AllGather", "ReduceScatter", "AllReduce", "SendRecv", "Broadcast", "Memcpy PtoP")
+"""Parts of names that tell one kind of communication from another; an all-to-all consists of sends and receives."""
+
+ONE_SHAPE = 0.1
+"""Kernels of one name count as the same work where their durations beside nothing differ by less than this share (standard deviation)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ def summarise(events: Iterable[Event], steps: int, top: int = 40) -> dict[str, A
     """What ``steps`` profiled steps of one rank spent their time on; all times in ms a step.
 
     ``busy_ms``: at least one kernel ran; ``idle_ms``: none did; ``communication_ms`` of kernels between ranks, ``exposed_ms`` of them while
-    no other kernel ran. ``top``: the kernels (on a CPU: the operators) with the most time of their own. Where nothing ran on a device the
+    no other kernel ran; ``communication`` has both for every kind. ``contention``: how much longer other kernels take beside communication
+    (see `contention`). ``top``: the kernels (on a CPU: the operators) with the most time of their own. Where nothing ran on a device the
     times of devices are None.
     """
     found = list(events)
@@ -61,10 +70,62 @@ def summarise(events: Iterable[Event], steps: int, top: int = 40) -> dict[str, A
             "communication_ms": length(talking) / per,
             "exposed_ms": (busy - length(working)) / per,
         }
+        result["communication"] = [
+            {"kind": kind, "ms": total / per, "exposed_ms": exposed / per} for kind, total, exposed in _kinds(on_device, working)
+        ]
+        result["contention"] = contention(on_device, talking, steps)
     result["top"] = [
         {"name": name, "calls": calls[name] / steps, "ms": time / per, "share": time / total} for name, time in spent.most_common(top)
     ]
     return result
+
+
+def contention(on_device: Sequence[Event], talking: Sequence[Interval], steps: int) -> dict[str, float | None]:
+    """What kernels lose to communication that runs beside them.
+
+    ``beside_ms`` of other kernels that ran beside communication all the time; ``slowdown``: their time over what the same kernels took
+    beside none, ``compared``: the share of ``beside_ms`` for which that is known: names that occur both ways and, beside none, always take
+    about as long, so that they stand for one piece of work.
+    """
+    ends = [end for _, end in talking]
+    beside: dict[str, list[float]] = {}
+    alone: dict[str, list[float]] = {}
+    for e in on_device:
+        if is_communication(e.name) or e.end <= e.start:
+            continue
+        covered, i = 0.0, bisect_right(ends, e.start)
+        while i < len(talking) and talking[i][0] < e.end:
+            covered += min(e.end, talking[i][1]) - max(e.start, talking[i][0])
+            i += 1
+        share = covered / (e.end - e.start)
+        if share > 0.95 or share < 0.05:
+            (beside if share > 0.95 else alone).setdefault(e.name, []).append(e.end - e.start)
+    total = sum(map(sum, beside.values()))
+    slow = free = 0.0
+    for name, times in beside.items():
+        usual = alone.get(name, ())
+        if len(usual) >= 2 and pstdev(usual) < ONE_SHAPE * fmean(usual):
+            slow += sum(times)
+            free += len(times) * fmean(usual)
+    return {
+        "beside_ms": total / (1e3 * steps),
+        "slowdown": slow / free if free else None,
+        "compared": slow / total if total else None,
+    }
+
+
+def _kinds(on_device: Sequence[Event], working: Sequence[Interval]) -> list[tuple[str, float, float]]:
+    """(kind, time, time while nothing else than communication ran), the longest first."""
+    kinds: dict[str, list[Interval]] = {}
+    for e in on_device:
+        if is_communication(e.name):
+            kind = next((k for k in KINDS if k.lower() in e.name.lower()), "other")
+            kinds.setdefault(kind, []).append((e.start, e.end))
+    found = []
+    for kind, intervals in kinds.items():
+        own = union(intervals)
+        found.append((kind, length(own), length(union([*own, *working])) - length(working)))
+    return sorted(found, key=lambda row: -row[1])
 
 
 def is_communication(name: str) -> bool:
@@ -93,8 +154,14 @@ def text(summary: Mapping[str, Any]) -> str:
         lines += [
             f"a step {summary['wall_ms']:.2f} ms: device busy {summary['busy_ms']:.2f}, idle {summary['idle_ms']:.2f}; "
             f"communication {summary['communication_ms']:.2f}, of it exposed {summary['exposed_ms']:.2f}",
-            "",
         ]
+        lines += [f"  {row['kind']}: {row['ms']:.2f}, exposed {row['exposed_ms']:.2f}" for row in summary["communication"]]
+        lost = summary["contention"]
+        if lost["slowdown"] is not None:
+            lines.append(
+                f"  kernels beside it take x{lost['slowdown']:.3f} ({lost['beside_ms']:.2f} ms of kernels, {lost['compared']:.0%} compared)"
+            )
+        lines.append("")
     lines.append(f"{'ms/step':>9} {'share':>6} {'calls':>7}  name")
     lines += [f"{row['ms']:9.3f} {row['share']:6.1%} {row['calls']:7.1f}  {row['name'][:110]}" for row in summary["top"]]
     return "\n".join(lines) + "\n"
@@ -106,7 +173,8 @@ def events_of(recorded: profile) -> list[Event]:
     return [
         Event(e.name, e.time_range.start, e.time_range.end, e.device_type == cuda, e.self_cpu_time_total)
         for e in recorded.events() or ()
-        if e.name != "ProfilerStep" and not e.name.startswith("ProfilerStep")
+        # ranges that the host names (record_function, NCCL's own) are told of the device as well, around the kernels in them
+        if not e.name.startswith("ProfilerStep") and not (e.device_type == cuda and getattr(e, "is_user_annotation", False))
     ]
 
 

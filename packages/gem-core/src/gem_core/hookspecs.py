@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from gem_core.cli.groups import CommandGroups
     from gem_core.ops.contract import Problem, Supported
+    from gem_core.train.collective import Gatherer, GatherOptions, Topology
 
 GEM_API = 1
 """Version of the plug-in interface that this core speaks."""
@@ -123,12 +124,16 @@ class StrategySpec:
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """An all-gather / reduce-scatter back end: ``supports(topology) -> Supported``, ``build(group, config)``."""
+    """An all-gather back end: ``supports(topology) -> Supported``, ``build(group, options) -> Gatherer``.
+
+    See `gem_core.train.collective` for ``Topology``, ``GatherOptions`` and what a ``Gatherer`` does. ``build`` is collective over the group
+    and raises where the machine refuses what ``supports`` could not know.
+    """
 
     kind: ClassVar[str] = "collective"
     name: str
-    supports: Callable[..., Supported]
-    build: Callable[..., Any]
+    supports: Callable[[Topology], Supported]
+    build: Callable[[Any, GatherOptions], Gatherer]
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ class Guard(Protocol):
     the first ``rows`` held-out samples as the model computes at that moment, the same on all ranks, so a guard may call it inside
     ``on_step`` at steps that are the same on all ranks. ``take_decisions()`` returns what the guard decided since the last call, as
     records with ``step`` and JSON values; the trainer writes them to ``guard.jsonl`` of the run folder.
+
+    An attribute ``capturable``, true: the recipe's modules compute the same in every step, so that a step may be recorded and replayed.
     """
 
     def describe(self) -> Sequence[tuple[str, str, str]]:

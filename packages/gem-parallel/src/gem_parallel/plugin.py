@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gem_core.hookspecs import CallbackSpec, StrategySpec, hookimpl
+from gem_core.hookspecs import CallbackSpec, CollectiveSpec, StrategySpec, hookimpl
 
 if TYPE_CHECKING:
     from gem_core.cli.groups import CommandGroups
@@ -30,6 +30,12 @@ class Plugin:
         from gem_parallel import sparse
 
         return sparse.specs()
+
+    @hookimpl
+    def gem_collectives(self) -> list[CollectiveSpec]:
+        from gem_parallel import collectives
+
+        return collectives.specs()
 
     @hookimpl
     def gem_callbacks(self) -> list[CallbackSpec]:

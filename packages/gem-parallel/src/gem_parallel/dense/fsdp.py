@@ -24,6 +24,7 @@ from gem_core.plugins import manager
 from gem_core.train.mesh import Mesh
 from gem_parallel.dense.common import tables_of
 from gem_parallel.dense.experts import spread_experts
+from gem_parallel.dense.gather import use_collective
 from gem_parallel.dense.gathered import quantise_gathers
 from gem_parallel.mesh import data_mesh, dense_mesh
 
@@ -41,6 +42,11 @@ class FsdpConfig(FrozenConfig):
     reduce_dtype: Kind = Field("fp32", description="axes shard and replicate: what gradients are reduced in")
     expert_dtype: Kind = Field("fp32", description="axis expert: what activations and their gradients travel in; fp32: as they are")
     gather: str = Field("none", description="codec that the layers' matrices travel in over shard (mxfp8, say); none: in param_dtype")
+    collective: str = Field(
+        "default",
+        description="back end of the gathers over shard: default; low-cta (NCCL with few SMs); copy-engine (copies between GPUs, no SM)",
+    )
+    per_host: int | None = Field(None, gt=0, description="processes that count as one host for collective; None: by the hosts' names")
     accumulate: Literal["reduced", "whole"] = Field(
         "reduced", description="micro-batches: reduce the gradients of each one, or keep whole gradients and reduce once (more memory)"
     )
@@ -83,12 +89,13 @@ def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
         layers[0].register_forward_pre_hook(_need_autocast)
     codec = None if config.gather == "none" else manager().find("codec", config.gather)
     quantised: tuple[list[str], list[str]] = [], []
+    units: list[tuple[FSDPModule, DeviceMesh]] = []
 
     def shard(part: nn.Module, over: DeviceMesh, reshard: bool) -> None:
         if codec is not None:
             for known, found in zip(quantised, quantise_gathers(part, codec, over.size(-1))):
                 known += found
-        fully_shard(part, mesh=over, mp_policy=inside, reshard_after_forward=reshard)
+        units.append((fully_shard(part, mesh=over, mp_policy=inside, reshard_after_forward=reshard), over))
 
     inside = MixedPrecisionPolicy(_DTYPES[config.param_dtype], _DTYPES[config.reduce_dtype], cast_forward_inputs=False)
     outside = MixedPrecisionPolicy(None, _DTYPES[config.reduce_dtype], cast_forward_inputs=False)
@@ -106,12 +113,15 @@ def _build(model: nn.Module, mesh: Mesh, config: FsdpConfig) -> nn.Module:
         shard(layer, _over(data, mesh), reshard)
     for expert in experts:
         if not isinstance(expert, FSDPModule):
-            fully_shard(expert, mesh=_over(axes, mesh), mp_policy=outside)
+            units.append((fully_shard(expert, mesh=_over(axes, mesh), mp_policy=outside), _over(axes, mesh)))
     found = tables_of(model)
     ignored = set(found[1].parameters()) if found else set()
-    fully_shard(model, mesh=_over(data, mesh), mp_policy=outside, ignored_params=ignored)
+    units.append((fully_shard(model, mesh=_over(data, mesh), mp_policy=outside, ignored_params=ignored), _over(data, mesh)))
     _prefetch(layers, config.prefetch)
     lines = _told(mesh, layers, experts, config, *quantised)
+    if config.collective != "default":
+        ahead = max(1, config.prefetch * max(1, len(units) // max(1, len(layers))))
+        lines += use_collective(config.collective, units, ahead + 2, config.per_host)
     model.describe = lambda: lines  # type: ignore[assignment]
     if config.accumulate == "whole":
         model.no_sync = _no_sync(cast(FSDPModule, model))  # type: ignore[assignment]

@@ -54,6 +54,11 @@ class Gem2dConfig(SparseConfig):
     ctas: int | None = Field(
         None, gt=0, le=32, description="most SMs that a gather or reduce-scatter between replicas takes; few leave more to the dense part"
     )
+    collective: str = Field(
+        "default",
+        description="back end of gathers between replicas: default; low-cta; copy-engine (copies between the GPUs of a host, no SM)",
+    )
+    per_host: int | None = Field(None, gt=0, description="processes that count as one host for collective; None: by the hosts' names")
     momentum_scale: float | None = Field(
         None, gt=0, description="c of the momentum-scaled row-wise AdaGrad; None: the number of replicas for whole, 1 for touched"
     )

@@ -28,7 +28,9 @@ from gem_core.batch import SparseGroup
 from gem_core.config.schema import TableOptimizer
 from gem_core.errors import ConfigError
 from gem_core.model.contract import Shards, TableSet
+from gem_core.train.collective import Gatherer, GatherOptions
 from gem_core.train.mesh import Mesh
+from gem_parallel.collectives import gatherer, topology
 from gem_parallel.sparse.comm import Axes, axes
 from gem_parallel.sparse.config import FbgemmConfig, Gem2dConfig
 from gem_parallel.sparse.engines import DTYPES, TorchEngine, build_engine, engine_for
@@ -113,6 +115,7 @@ class Tables2d(nn.Module):
             tables, options, where.model, where.replica, chunks=self.chunks, unit_bytes=config.unit_mb << 20 if own_state else None
         )
         self.kernel = engine_for(config.kernel, where.device)
+        self.gathered_by = ""
         self.routes = Routes(tables, self.layout, where)
         units = self.layout.units[where.model_rank]
         copies = where.replica if self.whole else 1
@@ -125,7 +128,8 @@ class Tables2d(nn.Module):
         for engine in engines:
             if isinstance(engine, TorchEngine):  # replicas must round independently, or their mean keeps the noise of one
                 engine.generator.manual_seed((torch.initial_seed() + 7919 * (where.replica_rank + 1)) % 2**63)
-        self.whole_units = [WholeUnit(u, e, where, self.chunks) for u, e in zip(units, engines)] if self.whole else []
+        by = self._gatherer() if own_state and config.collective != "default" else None
+        self.whole_units = [WholeUnit(u, e, where, self.chunks, by) for u, e in zip(units, engines)] if self.whole else []
         self.touched_units = [] if self.whole else [TouchedUnit(u, e) for u, e in zip(units, engines)]
         self.touched = None if self.whole else TouchedExchange(self.touched_units, where)
         self.window = min(config.window, len(units)) if config.schedule == "article" else len(units)
@@ -133,6 +137,12 @@ class Tables2d(nn.Module):
         self.ahead: Ahead | None = None
         self._side = torch.cuda.Stream(where.device) if where.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._fill(tables)
+
+    def _gatherer(self) -> Gatherer:
+        group, device = self.axes.gather.group, self.axes.device
+        options = GatherOptions(device, topology(group, device, self.config.per_host), slots=2, ctas=self.config.ctas or 8)
+        made, self.gathered_by = gatherer(self.config.collective, group, options)
+        return made
 
     # State
 
@@ -357,6 +367,8 @@ class Tables2d(nn.Module):
         if self.whole and axes.replica > 1:
             full = sum(u.bytes for u in self.whole_units)
             at_once = max((u.bytes for u in self.whole_units), default=0) * self.window if self.config.schedule == "article" else full
+            if self.gathered_by:
+                lines.append(f"gathers of the tables: {self.gathered_by}")
             lines.append(f"tables: full copies of {at_once / 2**20:.1f} MiB at a time, gathered in {self.chunks} chunks a unit")
         lines.append("pipelined: ids of the next batch with the backward pass" + ("" if axes.device.type == "cuda" else " (on CUDA only)"))
         if self.whole and axes.replica > 1:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.train.collective import Gatherer, Source
 from gem_parallel.sparse.comm import Axes, Lane
 from gem_parallel.sparse.engines import DTYPES, Engine
 from gem_parallel.sparse.layout import Unit
@@ -32,8 +33,9 @@ class WholeUnit:
     ``full`` says whether the engine is bound to a full copy. Without replicas the stored rows are the full copy.
     """
 
-    def __init__(self, unit: Unit, engine: Engine, axes: Axes, chunks: int) -> None:
+    def __init__(self, unit: Unit, engine: Engine, axes: Axes, chunks: int, gatherer: Gatherer | None = None) -> None:
         self.unit, self.engine, self.axes, self.chunks = unit, engine, axes, chunks
+        self.source: Source | None = None
         self.dtype, device = DTYPES[unit.dtype], axes.device
         self.generator = torch.Generator(device)
         self.generator.manual_seed(torch.initial_seed() % 2**63)
@@ -46,15 +48,26 @@ class WholeUnit:
             self.weight, self.accumulator = engine.weight, engine.accumulator
         else:
             engine.bind(None, None)
-            self.weight = torch.zeros(unit.rows, unit.dim, dtype=self.dtype, device=device)
-            self.accumulator = torch.zeros(unit.rows, device=device)
+            if gatherer is None:
+                self.weight = torch.zeros(unit.rows, unit.dim, dtype=self.dtype, device=device)
+                self.accumulator = torch.zeros(unit.rows, device=device)
+            else:
+                self.source = gatherer.source(self._start(unit.rows) + unit.rows * 4)
+                self.weight, self.accumulator = self._cut(self.source.memory, unit.rows)
 
     @property
     def bytes(self) -> int:
         """Of a full copy with its accumulators, each part aligned to 512 bytes."""
         rows = self.unit.rows * self.axes.replica
-        weights = rows * self.unit.dim * self.dtype.itemsize
-        return -(-weights // 512) * 512 + rows * 4
+        return self._start(rows) + rows * 4
+
+    def _start(self, rows: int) -> int:
+        """Where the accumulators of so many rows begin behind their weights."""
+        return -(-rows * self.unit.dim * self.dtype.itemsize // 512) * 512
+
+    def _cut(self, memory: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        weights, start = rows * self.unit.dim * self.dtype.itemsize, self._start(rows)
+        return memory[:weights].view(self.dtype).view(rows, self.unit.dim), memory[start : start + rows * 4].view(torch.float32)
 
     @property
     def full(self) -> bool:
@@ -65,20 +78,19 @@ class WholeUnit:
         """Begin to fill ``slot`` with the full copy; the rows may be read after `arrive`."""
         if self.alone or self.full:
             return
-        rows = self.unit.rows * self.axes.replica
-        weights = rows * self.unit.dim * self.dtype.itemsize
-        start = -(-weights // 512) * 512
-        self._views = (
-            slot.memory[:weights].view(self.dtype).view(rows, self.unit.dim),
-            slot.memory[start : start + rows * 4].view(torch.float32),
-        )
+        self._views = self._cut(slot.memory, self.unit.rows * self.axes.replica)
         self.slot = slot
         lane: Lane = self.axes.gather
+        moves: list[tuple[Tensor, Tensor]] = []
+        for full, stored in zip(self._views, (self.weight, self.accumulator)):
+            if full.dim() == 2 or with_state:
+                moves += zip(full.chunk(self.chunks), stored.chunk(self.chunks))
         with lane.behind(slot.busy, self._averaged):
-            for full, stored in zip(self._views, (self.weight, self.accumulator)):
-                if full.dim() == 1 and not with_state:
-                    continue
-                for out, part in zip(full.chunk(self.chunks), stored.chunk(self.chunks)):
+            if self.source is not None:
+                base = self.source.memory.data_ptr()
+                self.source.gather([(out, part.data_ptr() - base) for out, part in moves])
+            else:
+                for out, part in moves:
                     lane.all_gather(out, part)
             self._arrived = lane.mark()
         slot.busy = None
@@ -99,6 +111,8 @@ class WholeUnit:
         assert self.slot is not None
         lane = self.axes.scatter
         with lane.behind():
+            if self.source is not None:
+                self.source.reclaim()
             for full, stored in zip(self._views, (self.weight, self.accumulator)):
                 for whole, part in zip(full.chunk(self.chunks), stored.chunk(self.chunks)):
                     self._average(lane, whole, part)
@@ -121,8 +135,10 @@ class WholeUnit:
             self._views = self.slot = None
 
     def settle(self) -> None:
-        """Let the current stream wait for the last average."""
+        """Let the current stream wait for the last average, and until no replica reads the stored rows any more."""
         self.axes.scatter.wait(self._averaged)
+        if self.source is not None:
+            self.source.reclaim()
 
 
 class TouchedUnit:

@@ -1,0 +1,62 @@
+"""All-gathers by the collectives of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gem_core.train.collective import GatherOptions
+from gem_parallel.collectives.copy_engine import flat
+from gem_parallel.collectives.members import timeout_of
+
+# Newer releases of torch have renamed it.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class GroupGather:
+    """``limited``: by a communicator of its own whose kernels take at most ``options.ctas`` SMs (NCCL)."""
+
+    def __init__(self, group: Any, options: GatherOptions, limited: bool = False) -> None:
+        self.options, self.size, self.limited = options, group.size(), limited
+        self.group = few_ctas(group, options.ctas) if limited else group
+
+    def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self.options.device)
+
+    def gather(self, out: Tensor) -> None:
+        all_gather(out, out.view(self.size, -1)[self.group.rank()], group=self.group)
+
+    def source(self, size: int) -> GroupSource:
+        return GroupSource(self, size)
+
+    def describe(self) -> str:
+        return f"{self.size} members by {dist.get_backend(self.group)}" + (f", at most {self.options.ctas} SMs" if self.limited else "")
+
+
+class GroupSource:
+    """Memory that a process group's collectives read."""
+
+    def __init__(self, gatherer: GroupGather, size: int) -> None:
+        self.gatherer = gatherer
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=gatherer.options.device)
+
+    def reclaim(self) -> None:
+        """A gather has read it when it ends."""
+
+    def gather(self, moves: Sequence[tuple[Tensor, int]]) -> None:
+        for out, at in moves:
+            whole = flat(out)
+            all_gather(whole, self.memory[at : at + whole.numel() // self.gatherer.size], group=self.gatherer.group)
+
+
+def few_ctas(group: Any, ctas: int) -> Any:
+    """The same members with an NCCL communicator whose kernels take at most ``ctas`` SMs. Collective over the group."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout_of(group)
+    options.config.min_ctas, options.config.max_ctas = 1, ctas
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=options._timeout, backend="nccl", pg_options=options, use_local_synchronization=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from gem_core.bench import ladder, local, step
+from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
 from gem_core.config import config_from_dict
-from gem_core.errors import ConfigError
+from gem_core.errors import ConfigError, RunError
 
 
 def config(**data):
@@ -110,3 +111,24 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     words = ["bench", "local", "tiny", "--batch-size", "4", "--repeats", "1", "--set", "kernels.default=reference", "--out", str(tmp_path)]
     assert main(words) == 0
     assert "| attention |" in capsys.readouterr().out
+
+
+def test_what_a_checkpoint_costs_is_what_its_steps_take_beyond_the_others():
+    seconds = [0.1] * 100
+    seconds[39] = 0.12  # step 40 saves: it waits for the device
+    seconds[40] = 0.6  # the stall falls into the step after
+    for i in range(41, 50):
+        seconds[i] = 0.11  # the writer runs
+    ends = [sum(seconds[: i + 1]) for i in range(100)]
+    saves = [{"step": 40, "seen_after": 50, "stall_s": 0.5, "bytes": 10}]
+    found = costs(ends, saves)
+    assert found["step_ms"] == pytest.approx(100)
+    (save,) = found["saves"]
+    assert save["lost_s"] == pytest.approx(0.02 + 0.5 + 9 * 0.01)
+    assert save["share"] == pytest.approx(0.61 / 60)
+    assert save["longest_step_ms"] == pytest.approx(600)
+    assert save["step_ms"] == pytest.approx((9 * 110 + 100) / 10)
+    with pytest.raises(RunError, match="still being written"):
+        costs(ends, [saves[0], {**saves[0], "step": 50, "seen_after": 60}])
+    with pytest.raises(RunError, match="still being written"):
+        costs(ends, [])

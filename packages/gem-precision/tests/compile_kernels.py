@@ -14,25 +14,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from gem_precision.kernels.quantize import TILES, _meta
+from gem_precision.kernels.quantize_hopper import quantize_both_kernel
 from gem_precision.kernels.quantize_kernels import norm_quantize_kernel, quantize_kernel
 from gem_precision.kernels.scaled_gemm import TILES as GEMM_TILES
 from gem_precision.kernels.scaled_gemm_kernel import scaled_gemm_kernel
 from gem_precision.policy import Operand
 
 
-def built(kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, Any], num_warps: int, num_stages: int = 3) -> dict[str, Any]:
+def built(
+    kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, Any], num_warps: int, num_stages: int = 3, source: Any = ASTSource
+) -> dict[str, Any]:
     signature = types | dict.fromkeys(constexprs, "constexpr")
     attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t != "fp32"}
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    ptx = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", arch, 32), options=options).asm[
-        "ptx"
-    ]
+    target = GPUTarget("cuda", arch, 32)
+    ptx = triton.compile(source(kernel, signature, constexprs, attributes), target=target, options=options).asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", str(source), "-o", str(Path(folder, "cubin"))]
+        text = Path(folder, "kernel.ptx")
+        text.write_text(ptx)
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", str(text), "-o", str(Path(folder, "cubin"))]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return {
         "mma": sorted(set(re.findall(r"(?:wgmma\.mma\S*|tcgen05\.mma\S*|mma\.sync\S*)", ptx))),
@@ -55,6 +58,17 @@ def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) ->
         "ROWS": rows, "COLS": cols, "SQUARE": operand.block[0] != 1, "STOCHASTIC_ROWS": stochastic, "STOCHASTIC_COLS": stochastic,
         "SWIZZLE": operand.format == "mx" and operand.block[0] == 1,
     }  # fmt: skip
+
+
+def by_hand(operand: Operand, arch: int, types: dict[str, str]) -> dict[str, Any]:
+    meta = _meta(operand)
+    warps = TILES["gluon_both"]["num_warps"]
+    constexprs = {name: meta[name] for name in ("FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")} | {
+        "ACT": 0, "NORM": True, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "SWIZZLE": operand.format == "mx", "E5M2": False,
+        "WARPS": warps,
+    }  # fmt: skip
+    types = {name: kind for name, kind in types.items() if name not in ("seeds", "eps")}
+    return built(quantize_both_kernel, arch, types, constexprs, warps, source=GluonASTSource)
 
 
 def main(arch: int) -> None:
@@ -90,8 +104,9 @@ def main(arch: int) -> None:
             t = TILES[f"norm_{operand.format}"]
             common |= {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
             types = NORM | (scales if operand.format == "fp8" else {}) | SIZES | {"eps": "fp32"}
-            constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "QUANTIZE": True} | common
+            constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "WALK": True, "QUANTIZE": True} | common
             found[f"norm_{name}"] = built(norm_quantize_kernel, arch, types, constexprs, t["num_warps"])
+            found[f"gluon_{name}"] = by_hand(operand, arch, types)
     print(json.dumps(found))
 
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs a GPU or TRITON_INTERPRET=1"),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
-SHAPES = [(64, 128), (33, 70), (1, 32), (130, 5), (96, 257)]
+SHAPES = [(64, 128), (33, 70), (1, 32), (130, 5), (96, 257), (256, 128)]
 
 
 def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_stochastic_rounding_takes_the_same_bits(elem, block):
     assert not torch.equal(got.rows.data.view(torch.uint8), codec(x, Operand(elem=elem, block=block), 1).data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(128, 256), (70, 300), (1, 128), (257, 129)])
+@pytest.mark.parametrize("shape", [(128, 256), (70, 300), (1, 128), (257, 129), (384, 256)])
 def test_fp8_blocks(shape):
     x = numbers(shape)
     strip, square = Operand("fp8", block=(1, 128)), Operand("fp8", block=(128, 128))

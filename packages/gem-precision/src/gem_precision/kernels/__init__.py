@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -22,6 +23,15 @@ def triton_installed() -> bool:
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when triton was imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.lru_cache(maxsize=16)
+def lays_out_by_hand(device: torch.device) -> bool:
+    """Whether the kernels in Gluon, Triton's dialect of explicit layouts, can be had for ``device``: it is in Triton from 3.6 on, and
+    conversions to FP8 are instructions from sm_89 on."""
+    if device.type != "cuda" or interpreting() or not triton_installed():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9) and importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def usable(x: torch.Tensor) -> bool:

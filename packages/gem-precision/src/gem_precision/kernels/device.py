@@ -51,7 +51,9 @@ def fp8_scale(amax, LARGEST: tl.constexpr):
     floored = tl.where(amax == 0, LARGEST, tl.maximum(value, LARGEST * 1.1754943508222875e-38))
     # a maximum may drop NaN
     floored = tl.where(amax >= INF_BITS, float("nan"), floored)
-    return tl.div_rn(floored, LARGEST + tl.zeros_like(floored)), tl.div_rn(LARGEST + tl.zeros_like(floored), floored)
+    # never negative: a tensor of LARGEST, made without naming a shape, so that Gluon takes this function too
+    largest = tl.where(amax < 0, floored, LARGEST)
+    return tl.div_rn(floored, largest), tl.div_rn(largest, floored)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gem_core.errors import OpError
 from gem_precision.formats import FP8, MX, draw_seed, element
-from gem_precision.kernels import interpreting, launch
+from gem_precision.kernels import interpreting, launch, lays_out_by_hand
 from gem_precision.policy import Operand
 
 RULES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
@@ -23,6 +23,7 @@ TILES: dict[str, dict[str, Any]] = {
     "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
     "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
+    "gluon_both": {"num_warps": 8},
 }
 """Tile of each use; the benchmark of this package times others."""
 
@@ -68,9 +69,12 @@ def quantize_matrix(
     what, meta = _plan(x, rows, columns, generator, swizzle, pad)
     if act not in ACTIVATIONS:
         raise OpError(f"no activation called {act!r} is fused with quantising", where="act", fix=f"choose one of {', '.join(ACTIVATIONS)}")
-    tile = tile or TILES[_use(rows, columns)]
     r, c = x.shape
     y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
+    if _by_hand(x, y.dtype, rows, columns) and "BLOCK_R" not in (tile or {}):
+        _launch_by_hand(x, y, what, meta, tile, ACT=ACTIVATIONS[act], WRITE_Y=write_y)
+        return what.result(y if write_y else None)
+    tile = tile or TILES[_use(rows, columns)]
     programs = -(-r // tile["BLOCK_R"]) * -(-c // tile["BLOCK_C"])
     from gem_precision.kernels.quantize_kernels import quantize_kernel
 
@@ -85,6 +89,32 @@ def _use(rows: Operand | None, columns: Operand | None) -> str:
     one = rows or columns
     assert one is not None
     return one.format if columns is None and one.block[0] == 1 else f"{one.format}_both"
+
+
+def _by_hand(x: Tensor, dtype: torch.dtype, rows: Operand | None, columns: Operand | None) -> bool:
+    """Whether the Gluon kernel serves both directions: strips of FP8 codes, rounded to nearest, of 16-bit numbers."""
+    if rows is None or columns is None or rows.block[0] != 1 or "stochastic" in (rows.rounding, columns.rounding):
+        return False
+    wide = x.element_size() != 2 or dtype.itemsize != 2 or x.stride(0) >= 2**24
+    return not wide and rows.elem in ("e4m3", "e5m2") and lays_out_by_hand(x.device)
+
+
+def _launch_by_hand(
+    x: Tensor, y: Tensor, what: _Outputs, meta: dict[str, Any], tile: dict[str, Any] | None, stats: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, **flags: Any,
+) -> None:  # fmt: skip
+    from gem_precision.kernels.quantize_hopper import quantize_both_kernel
+
+    tile = tile or TILES["gluon_both"]
+    r, c = x.shape
+    row_data, row_scales, col_data, col_scales, _ = what.pointers(x)
+    kept = {name: meta[name] for name in ("SWIZZLE", "FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")}
+    launch(
+        quantize_both_kernel, -(-r // 128) * -(-c // 128), x.device, x, x if weight is None else weight, x if bias is None else bias, y,
+        x if stats is None else stats, row_data, row_scales, col_data, col_scales, r, c, x.stride(0), what.col_stride,
+        **({"ACT": 0} | flags), NORM=stats is not None, WEIGHT=weight is not None, BIAS=bias is not None, E5M2=meta["CAST"] == 2,
+        WARPS=tile["num_warps"], **kept, **tile,
+    )  # fmt: skip
 
 
 def norm_quantize(
@@ -121,11 +151,16 @@ def norm_quantize(
     stats = x.new_empty((2, r), dtype=torch.float32)
     from gem_precision.kernels.quantize_kernels import norm_quantize_kernel
 
+    by_hand = _by_hand(x, y.dtype, rows, columns)
+    if by_hand:
+        tile = TILES["norm_mx"]
     launch(
         norm_quantize_kernel, -(-r // tile["BLOCK_R"]), x.device, x, x if weight is None else weight, x if bias is None else bias,
-        y, stats, *what.pointers(x), r, c, x.stride(0), what.col_stride, eps,
-        LAYER=kind == "layer", WEIGHT=weight is not None, BIAS=bias is not None, WRITE_Y=write_y, QUANTIZE=one is not None, **meta, **tile,
+        y, stats, *what.pointers(x), r, c, x.stride(0), what.col_stride, eps, LAYER=kind == "layer", WEIGHT=weight is not None,
+        BIAS=bias is not None, WRITE_Y=write_y and not by_hand, WALK=not by_hand, QUANTIZE=one is not None and not by_hand, **meta, **tile,
     )  # fmt: skip
+    if by_hand:
+        _launch_by_hand(x, y, what, meta, None, stats, weight, bias, WRITE_Y=write_y)
     return what.result(y if write_y else None, stats)
 
 

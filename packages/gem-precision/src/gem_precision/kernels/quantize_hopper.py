@@ -1,0 +1,154 @@
+"""Both directions in one read, for GPUs with FP8 conversions (sm_89 on), in Gluon: what a program holds in registers is laid out by hand.
+
+One program owns a tile of 128 x 128. It loads and writes rows, leaves the tile in shared memory, and takes it from there a second time with
+whole runs of a column in each thread: amax and codes of the columns need no exchange of single bytes, which is what bounds the portable
+kernel. Bit for bit what that one and the codec compute.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gem_precision.kernels import device
+
+_activation = gluon.jit(device.activation.fn)
+_fp8_scale = gluon.jit(device.fp8_scale.fn)
+_inverse_of_byte = gluon.jit(device.inverse_of_byte.fn)
+_scale_byte = gluon.jit(device.scale_byte.fn)
+_scale_offset = gluon.jit(device.scale_offset.fn)
+
+TILE = gl.constexpr(128)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _codes(y, E5M2: gl.constexpr):
+    """uint8 codes of fp32: the conversion rounds to nearest even, saturates, keeps the sign and makes NaN 0x7F."""
+    if E5M2:
+        return gl.inline_asm_elementwise(
+            "{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b};}",
+            "=r,f,f,f,f", [y], dtype=gl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}",
+            "=r,f,f,f,f", [y], dtype=gl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _along_last(
+    y, LAYOUT: gl.constexpr, N: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
+    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr,
+):  # fmt: skip
+    """(codes ``[N, 128]``, what is stored of the scales ``[N, 128 / B]``) of fp32 ``y``, blocks along the last dim."""
+    blocks = gl.reshape(gl.abs(y), (N, TILE // B, B))
+    amax = gl.reduce(blocks, 2, _larger).to(gl.int32, bitcast=True)
+    if FP8:
+        stored, inverse = _fp8_scale(amax, LARGEST)
+    else:
+        byte = _scale_byte(amax, RULE, EMAX, MBITS, TOP_MANTISSA)
+        stored = byte.to(gl.uint8)
+        inverse = _inverse_of_byte(byte)
+    whole, _ = gl.broadcast(gl.expand_dims(inverse, 2), blocks)
+    spread = gl.convert_layout(gl.reshape(whole, (N, TILE)), LAYOUT, assert_trivial=True)
+    return _codes(y * spread, E5M2), stored
+
+
+@gluon.jit
+def _one_tile(
+    tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+    FULL: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr,
+    SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
+    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    runs: gl.constexpr = gl.BlockedLayout([2, 256 // WARPS], [32, 1], [2, WARPS // 2], [1, 0])
+    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, by_rows))
+    c = gl.arange(0, TILE, layout=gl.SliceLayout(0, by_rows))
+    at = r[:, None] * stride + c[None, :]
+    whole: gl.constexpr = FULL
+    if whole:
+        y = gl.load(x + row0 * stride + col0 + at)
+    else:
+        inside = (row0 + r < R)[:, None] & (col0 + c < C)[None, :]
+        y = gl.load(x + row0 * stride + col0 + at, mask=inside, other=0.0)
+    if ACT != 0:
+        y = _activation(y.to(gl.float32), ACT)
+    if NORM:
+        y = y.to(gl.float32)
+        kept = row0 + r < R
+        y = (y - gl.load(stats + row0 + r, mask=kept, other=0.0)[:, None]) * gl.load(stats + R + row0 + r, mask=kept, other=0.0)[:, None]
+        if WEIGHT:
+            y *= gl.load(weight + col0 + c, mask=col0 + c < C, other=0.0).to(gl.float32)[None, :]
+        if BIAS:
+            y += gl.load(bias + col0 + c, mask=col0 + c < C, other=0.0).to(gl.float32)[None, :]
+        if not whole:
+            y = gl.where((row0 + r < R)[:, None] & (col0 + c < C)[None, :], y, 0.0)
+    y = y.to(y_out.dtype.element_ty)
+    out = r[:, None] * C + c[None, :]
+    if WRITE_Y:
+        if whole:
+            gl.store(y_out + row0 * C + col0 + out, y)
+        else:
+            gl.store(y_out + row0 * C + col0 + out, y, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
+    tile.store(y)
+
+    codes, stored = _along_last(y.to(gl.float32), by_rows, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    if whole:
+        gl.store(row_data + row0 * C + col0 + out, codes)
+    else:
+        gl.store(row_data + row0 * C + col0 + out, codes, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
+    small: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
+    stored = gl.convert_layout(stored, small)
+    line = row0 + gl.arange(0, TILE, layout=gl.SliceLayout(1, small))
+    strip = col0 // B + gl.arange(0, TILE // B, layout=gl.SliceLayout(0, small))
+    strips = (C + B - 1) // B
+    keep = (line < R)[:, None] & (strip < strips)[None, :]
+    gl.store(row_scales + _scale_offset(line[:, None], strip[None, :], strips, SWIZZLE), stored, mask=keep)
+
+    turned = tile.permute((1, 0)).load(runs)
+    codes, stored = _along_last(turned.to(gl.float32), runs, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    codes = gl.convert_layout(codes, by_rows)
+    # by_rows again, its first dim now the columns of x
+    target = col_data + col0 * col_stride + row0 + r[:, None] * col_stride + c[None, :]
+    if whole:
+        gl.store(target, codes)
+    else:
+        gl.store(target, codes, mask=(col0 + r < C)[:, None] & (row0 + c < R)[None, :])
+    stored = gl.convert_layout(stored, small)
+    line = col0 + gl.arange(0, TILE, layout=gl.SliceLayout(1, small))
+    strip = row0 // B + gl.arange(0, TILE // B, layout=gl.SliceLayout(0, small))
+    strips = (R + B - 1) // B
+    keep = (line < C)[:, None] & (strip < strips)[None, :]
+    gl.store(col_scales + _scale_offset(line[:, None], strip[None, :], strips, SWIZZLE), stored, mask=keep)
+
+
+@gluon.jit
+def quantize_both_kernel(
+    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride,
+    ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SWIZZLE: gl.constexpr,
+    FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr,
+    E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Optional activation, or norm from its statistics, rounded to y_out's dtype (16 bits) as the unfused op does, then quantise."""
+    tile = gl.allocate_shared_memory(y_out.dtype.element_ty, (TILE, TILE), gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    across = gl.cdiv(C, TILE)
+    row0 = (gl.program_id(0) // across).to(gl.int64) * TILE
+    col0 = (gl.program_id(0) % across).to(gl.int64) * TILE
+    if (row0 + TILE <= R) & (col0 + TILE <= C):
+        _one_tile(
+            tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+            True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B, WARPS,
+        )  # fmt: skip
+    else:
+        _one_tile(
+            tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+            False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B, WARPS,
+        )  # fmt: skip

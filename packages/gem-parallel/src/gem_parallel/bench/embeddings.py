@@ -446,7 +446,9 @@ def save(bench: Bench, data: dict[str, Any]) -> None:
     if bench.rank:
         return
     a = vars(bench.args)
-    data["environment"] = report.environment(**{k: str(v) for k, v in a.items() if k not in ("out", "device")})
+    data["environment"] = report.environment(
+        "gem_parallel.bench.embeddings", **{k: str(v) for k, v in a.items() if k not in ("out", "device")}
+    )
     report.write(bench.args.out, "embeddings", data)
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 
-def environment(**more: Any) -> dict[str, Any]:
+def environment(module: str, **more: Any) -> dict[str, Any]:
     """Hardware, versions, commit and the command that made the numbers."""
     cuda = torch.cuda.is_available()
     return {
-        "command": " ".join(["torchrun", f"--nproc-per-node {dist.get_world_size()}", "-m gem_parallel.bench.embeddings", *sys.argv[1:]]),
+        "command": " ".join(["torchrun", f"--nproc-per-node {dist.get_world_size()}", f"-m {module}", *sys.argv[1:]]),
         "device": f"{dist.get_world_size()} x {torch.cuda.get_device_name() if cuda else platform.processor() or 'CPU'}",
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else None,
         "torch": torch.__version__,

@@ -1,7 +1,8 @@
 """The fastest candidate that fits: every pair of a dense and a sparse arrangement, with bounds that spare most of them a simulation.
 
 A step can be no faster than with the dense collectives alone or with the tables alone. Both are simulated for every arrangement of one
-side; pairs are then taken in the order of their bounds, until no bound is below the best time found.
+side, with as much recomputation as a pair needs; pairs are then taken in the order of their bounds, until no bound is below the best time
+found.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Space:
     @property
     def compute(self) -> float:
         """Seconds that the slowest rank computes."""
-        return float(sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in self.times))
+        return _computed(self.times)
 
     @property
     def room(self) -> float:
@@ -182,9 +183,25 @@ class Space:
         memory = self.memory(dense, sparse, level)
         return Estimate(dense, sparse, memory, tuple(ops), run(ops, slowdown=self.cluster.collectives.slowdown), level, at.modules)
 
-    def bound(self, dense: Dense | None, sparse: Sparse | None) -> float:
+    def bound(self, dense: Dense | None, sparse: Sparse | None, level: int = 0) -> float:
         """Seconds of a step in which only one side communicates."""
-        return float(run(step(self.workload, self.cluster, self.times, dense, sparse), slowdown=self.cluster.collectives.slowdown).step)
+        at = self.levels[level]
+        return float(run(step(at.workload, self.cluster, at.times, dense, sparse), slowdown=self.cluster.collectives.slowdown).step)
+
+    def bounds(self, first: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds that no pair can be faster than, ``[dense, sparse]``, at the level of recomputation that it needs (``first``).
+        Infinite where a pair does not fit."""
+        found = np.full(first.shape, np.inf)
+        for level in np.unique(first[first >= 0]):
+            here, alone = first == level, _computed(self.levels[level].times)
+            ours = np.array([self.bound(d, None, level) if used else 0.0 for d, used in zip(self.dense, here.any(1))])
+            theirs = np.array([self.bound(None, s, level) if used else 0.0 for s, used in zip(self.sparse, here.any(0))])
+            found = np.where(here, alone + MARGIN * (np.maximum(ours[:, None], theirs) - alone), found)
+        return found
+
+
+def _computed(times: Sequence[UnitTimes]) -> float:
+    return float(sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in times))
 
 
 def rank_key(estimate: Estimate) -> tuple[float, int, int]:
@@ -211,14 +228,11 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
 
     :raises ConfigError: nothing fits; the message names the least that is missing and the largest batch that would do.
     """
-    alone = space.compute
-    dense_bounds = np.array([space.bound(d, None) for d in space.dense])
-    sparse_bounds = np.array([space.bound(None, s) for s in space.sparse])
     first = space.first_level()
     if (first < 0).all():
         raise _too_large(space)
-    bounds = alone + MARGIN * (np.maximum(dense_bounds[:, None], sparse_bounds) - alone)
-    order = np.argsort(np.where(first >= 0, bounds, np.inf), axis=None, kind="stable")
+    bounds = space.bounds(first)
+    order = np.argsort(bounds, axis=None, kind="stable")
     best: Estimate | None = None
     runnable: Estimate | None = None
     for at in order[: int((first >= 0).sum())]:

@@ -19,7 +19,7 @@ class SparseGroup:
 
     ``values [V]`` int64 holds all ids of the first key (sample by sample), then of the second key, and so on; ``lengths [F*B]`` int32 or
     int64 in the same order; ``weights [V]`` float or None. ``offsets_per_key`` (F+1 host integers into ``values``) is known to the reader
-    and saves a device sync.
+    and saves a device sync. ``slack``: a key may have more values than its lengths ask for, valid ids all of them, which no sample has.
     """
 
     keys: tuple[str, ...]
@@ -27,6 +27,7 @@ class SparseGroup:
     lengths: Tensor
     weights: Tensor | None = None
     offsets_per_key: tuple[int, ...] | None = None
+    slack: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -97,12 +98,14 @@ class SequenceGroup:
 
     ``offsets [B+1]``; ``fields``: name -> ``[N]``, ``[N, d]`` or, for multi-valued fields inside an event, a Jagged over the N events.
     ``timestamps [N]`` int64 (unit of the feature declaration, seconds unless said otherwise) or None. ``max_length`` bounds the lengths.
+    ``slack``: there may be rows past the last offset, which hold valid values and belong to no sample.
     """
 
     offsets: Tensor
     fields: Mapping[str, Tensor | Jagged]
     timestamps: Tensor | None = None
     max_length: int | None = None
+    slack: bool = False
 
     @property
     def batch_size(self) -> int:

@@ -28,6 +28,8 @@ class Bf16Config(FrozenConfig):
 class Bf16Guard:
     """Tells the sites; bf16 has the range of fp32, so there is nothing to watch or to scale."""
 
+    capturable = True
+
     def __init__(self, sites: Sequence[tuple[str, str, str]]) -> None:
         self._sites = tuple(sites)
 

@@ -119,6 +119,9 @@ class Train(FrozenConfig):
     accumulate: int = Field(1, gt=0, description="micro-batches an optimizer step")
     clip_norm: float | None = Field(None, gt=0, description="global norm limit of the dense gradients")
     compile: bool = Field(False, description="torch.compile the model layer by layer (lookups stay eager)")
+    capture: bool = Field(
+        False, description="record the step as a CUDA graph for each of a few sizes of batch and replay it; one device, one process"
+    )
     nonfinite: Literal["stop", "skip"] = Field("stop", description="what a non-finite loss does; a skipped step touches no parameter")
     optimizer: DenseOptimizer = DenseOptimizer()
     tables: TableOptimizer = TableOptimizer()

@@ -21,7 +21,12 @@ from gem_core.requests import expanded, history_lengths
 
 
 class TableModel(nn.Module):
-    """A model with embedding tables, which may be replaced by what a sparse strategy built from ``table_set``."""
+    """A model with embedding tables, which may be replaced by what a sparse strategy built from ``table_set``.
+
+    ``takes_slack``: histories may have rows past the last offset, and nothing depends on what they hold.
+    """
+
+    takes_slack = False
 
     def __init__(self, options: TableOptions, tables: TableSet) -> None:
         super().__init__()
@@ -73,6 +78,10 @@ class RankingModel(TableModel):
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Logits ``[B, T]`` and auxiliary losses by name."""
         raise NotImplementedError
+
+    def serve(self, batch: Batch, embedded: Embedded) -> Tensor:
+        """Logits ``[B, T]`` fp32 from embedding rows: what is exported."""
+        return self.score(batch, embedded)[0].float()
 
 
 class FlatFeatures(nn.Module):

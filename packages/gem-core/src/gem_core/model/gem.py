@@ -71,6 +71,8 @@ class Gem(RankingModel):
     :raises ConfigError: features without a label or without a sample-level feature; a group of options for a history that is not there.
     """
 
+    takes_slack = True
+
     def __init__(self, config: GemConfig, features: Features) -> None:
         super().__init__(config, features, reads=sample_level if config.sequence is False else None)
         unknown = sorted(set(config.groups) - set(features.sequences))

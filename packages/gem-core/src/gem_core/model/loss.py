@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from gem_core.batch import Batch
 from gem_core.errors import BatchError
 from gem_core.model.contract import ModelOutput
+from gem_core.model.rows import samples_of
 
 
 def label_weights(batch: Batch) -> Tensor:
@@ -32,7 +33,7 @@ def task_loss(
     output: ModelOutput,
     batch: Batch,
     *,
-    task_weights: Sequence[float] | None = None,
+    task_weights: Sequence[float] | Tensor | None = None,
     total: Tensor | float | None = None,
     aux: bool = True,
 ) -> Tensor:
@@ -62,8 +63,9 @@ def task_loss(
     target = torch.where(weights > 0, labels.to(output.logits.dtype), torch.zeros((), dtype=output.logits.dtype, device=labels.device))
     losses = F.binary_cross_entropy_with_logits(output.logits, target, reduction="none") * weights
     if task_weights is not None:
-        losses = losses * losses.new_tensor(list(task_weights))
-    share = 1.0 / torch.as_tensor(total, dtype=losses.dtype, device=losses.device).clamp(min=torch.finfo(losses.dtype).tiny)
+        losses = losses * torch.as_tensor(task_weights, dtype=losses.dtype, device=losses.device)
+    tiny = torch.finfo(losses.dtype).tiny
+    share = 1.0 / (total.to(losses.dtype).clamp(min=tiny) if isinstance(total, Tensor) else max(total, tiny))
     loss = losses.sum() * share
     if aux and output.aux_losses:
         loss = loss + sum(output.aux_losses.values()) * (own * share)
@@ -91,5 +93,4 @@ def target_weights(batch: Batch) -> Tensor:
     if batch.weights is None:
         return weights
     offsets = next(iter(batch.sequences.values())).offsets
-    sample = torch.searchsorted(offsets[1:], torch.arange(weights.shape[0], device=offsets.device, dtype=offsets.dtype), right=True)
-    return weights * batch.weights[sample]
+    return weights * batch.weights[samples_of(offsets, torch.arange(weights.shape[0], device=offsets.device, dtype=offsets.dtype))]

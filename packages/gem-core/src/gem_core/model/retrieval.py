@@ -78,7 +78,8 @@ def next_items(batch: Batch, features: Features) -> Batch:
 
 
 class NextItems:
-    """A training source whose batches have gone through `next_items`."""
+    """A training source whose batches have gone through `next_items`; without the items that users had before, which only a ranking asks
+    for."""
 
     def __init__(self, source: Source, features: Features) -> None:
         self.source, self.features = source, features
@@ -87,7 +88,15 @@ class NextItems:
         return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        return (next_items(batch, self.features) for batch in self.source)
+        return (self._unseen(next_items(batch, self.features)) for batch in self.source)
+
+    def _unseen(self, batch: Batch) -> Batch:
+        seen, sparse = self.features.next_item.seen, batch.sparse  # type: ignore[union-attr]
+        if sparse is None or seen not in sparse.keys:
+            return batch
+        kept = [key for key in sparse.keys if key != seen]
+        weights = None if sparse.weights is None else {key: sparse.jagged(key, sparse.weights).values for key in kept}
+        return replace(batch, sparse=SparseGroup.from_jagged({key: sparse[key] for key in kept}, weights))
 
     def state_dict(self) -> dict[str, Any]:
         return self.source.state_dict()
@@ -123,6 +132,8 @@ class RetrievalModel(TableModel):
 
     :raises ConfigError: no ``features.next_item``, or gbce with as many negatives as items.
     """
+
+    takes_slack = True
 
     def __init__(self, options: TableOptions, retrieval: RetrievalConfig, features: Features, dim: int, *, context: bool = True) -> None:
         inputs = retrieval_inputs(features)
@@ -160,14 +171,23 @@ class RetrievalModel(TableModel):
         ids = None if draw is None else draw.ids
         looked_up: dict[str, Any] = dict(self.tables(self._group(sparse_group(batch, self.table_set.lookups[:-1]), ids, batch)))
         items, _ = looked_up.pop(CANDIDATES)
-        states, history = self.encode(batch, self.dropped(looked_up))
-        states = self._direction(self.out(history.rows.events(states))) / self.retrieval.temperature
+        states, history = self._states(batch, self.dropped(looked_up))
         none = states.new_zeros(batch.size, 0)
         if draw is None:
             return ModelOutput(none, (), query=history.event_rows.newest(states, 1).squeeze(1))
         losses = position_losses(states, self._direction(items), draw, self.retrieval)
         weights = target_weights(batch)
         return ModelOutput(none, (), loss=torch.where(weights > 0, losses * weights, 0.0).sum())
+
+    def serve(self, batch: Batch, embedded: Embedded) -> Tensor:
+        """Queries ``[B, width]`` fp32 from embedding rows: what is exported."""
+        states, history = self._states(batch, embedded)
+        return history.event_rows.newest(states, 1).squeeze(1)
+
+    def _states(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, History]:
+        """What scores the items after each event ``[N, width]``, and the history."""
+        states, history = self.encode(batch, embedded)
+        return self._direction(self.out(history.rows.events(states))) / self.retrieval.temperature, history
 
     def item_vectors(self, ids: Tensor) -> Tensor:
         inputs = self.table_set.lookups[:-1]
@@ -216,6 +236,7 @@ class RetrievalModel(TableModel):
             torch.cat([inputs.lengths, lengths]),
             weights,
             (*bounds, bounds[-1] + values.shape[0]),
+            inputs.slack,
         )
 
 

@@ -15,7 +15,8 @@ class Rows:
 
     A sample's rows are its ``cls`` prepended tokens, its events, oldest first, and, with ``candidate``, the candidate's row.
     ``offsets [B+1]`` count all of them. ``count`` is N and ``max_length`` bounds a sample's rows; both are host integers, so nothing here
-    waits for the device. ``ages [N]`` is the log age ``log(1 + age / scale)`` of each row, 0 for the candidate and CLS rows.
+    waits for the device. ``ages [N]`` is the log age ``log(1 + age / scale)`` of each row, 0 for the candidate and CLS rows. Slack rows,
+    past the last offset, have places within the tables that others are looked up in; no result depends on them.
     """
 
     offsets: Tensor
@@ -42,18 +43,19 @@ class Rows:
 
     @property
     def sample(self) -> Tensor:
-        """``[N]`` int64: the sample that each row belongs to."""
-        return self._keep("sample", lambda: torch.searchsorted(self.offsets[1:], self._places(), right=True))
+        """``[N]`` int64: the sample that each row belongs to; for slack rows the last one."""
+        return self._keep("sample", lambda: samples_of(self.offsets, self._places()))
 
     @property
     def position(self) -> Tensor:
         """``[N]``: place within the sample, from 0."""
-        return self._keep("position", lambda: self._places() - self.offsets[self.sample])
+        last = (self.count if self.max_length is None else self.max_length) - 1
+        return self._keep("position", lambda: (self._places() - self.offsets[self.sample]).clamp(max=last))
 
     @property
     def recency(self) -> Tensor:
         """``[N]``: 0 for the last row of the sample, then 1, 2, ..."""
-        return self._keep("recency", lambda: self.offsets[self.sample + 1] - 1 - self._places())
+        return self._keep("recency", lambda: (self.offsets[self.sample + 1] - 1 - self._places()).clamp(min=0))
 
     @property
     def num_targets(self) -> Tensor | None:
@@ -95,7 +97,7 @@ class Rows:
             return values
         place = torch.arange(self.count - extra * self.batch_size, device=values.device)
         ends = self.offsets[1:] - self.uniform(extra)[1:]
-        sample = torch.searchsorted(ends, place.to(ends.dtype), right=True)
+        sample = torch.searchsorted(ends, place.to(ends.dtype), right=True).clamp(max=self.batch_size - 1)
         return values[place + sample * extra + self.cls]
 
     def first(self, values: Tensor, k: int) -> Tensor:
@@ -105,3 +107,8 @@ class Rows:
     def last(self, values: Tensor) -> Tensor:
         """The last row of each sample (the candidate's), ``[N, d] -> [B, 1, d]``; every sample must have one."""
         return values[self.offsets[1:] - 1].unsqueeze(1)
+
+
+def samples_of(offsets: Tensor, places: Tensor) -> Tensor:
+    """int64: the sample that each of ``places`` belongs to, by ``offsets [B+1]``; past the last offset it is the last sample."""
+    return torch.searchsorted(offsets[1:], places, right=True).clamp(max=offsets.numel() - 2)

@@ -164,7 +164,7 @@ class NextEvent(nn.Module):
         real = (rows.recency > 0)[:-1]
         queries = F.normalize(self.map(states[:-1]), dim=1)
         keys = F.normalize(events, dim=1)
-        drawn = torch.randint(rows.count, (self.negatives,), device=states.device)
+        drawn = (torch.rand(self.negatives, device=states.device) * rows.offsets[-1]).long()
         own = (queries * keys[1:]).sum(1, keepdim=True)
         others = queries @ keys[drawn].T
         scores = torch.cat([own, others], 1) / self.temperature

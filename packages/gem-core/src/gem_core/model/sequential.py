@@ -64,6 +64,8 @@ class SasRec(SasRecTower, RankingModel):
     :raises ConfigError: not one history, or one whose ``target`` maps no field.
     """
 
+    takes_slack = True
+
     def __init__(self, config: SasRecConfig, features: Features) -> None:
         name = _candidate_history(features, config.history, "SASRec")
         targets = {f"sparse.{t}" for t in features.sequences[name].target.values()}
@@ -231,6 +233,8 @@ class Hstu(HstuTower, RankingModel):
 
     :raises ConfigError: not one history, one whose ``target`` maps no field, or a time bias for a history without times.
     """
+
+    takes_slack = True
 
     def __init__(self, config: HstuConfig, features: Features) -> None:
         name = _candidate_history(features, config.history, "HSTU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +53,10 @@ def sparse_group(batch: Batch, lookups: tuple[Lookup, ...]) -> SparseGroup:
     values: list[Tensor] = []
     lengths: list[Tensor] = []
     weights: list[Tensor] | None = None
-    bounds = [0]
+    bounds, slack = [0], False
     if pooled:
         group = _pooled(batch, pooled)
+        slack = group.slack
         values, lengths, bounds = [group.values], [group.lengths], list(group.key_bounds())
         weights = None if group.weights is None else [group.weights]
     for lookup in lookups[len(pooled) :]:
@@ -74,6 +76,7 @@ def sparse_group(batch: Batch, lookups: tuple[Lookup, ...]) -> SparseGroup:
         lengths[0] if len(lengths) == 1 else torch.cat([n.to(dtype) for n in lengths]),
         None if weights is None else torch.cat(weights),
         tuple(bounds),
+        slack,
     )
 
 
@@ -87,9 +90,9 @@ def _pooled(batch: Batch, names: list[str]) -> SparseGroup:
             fix=f"the batch has: {', '.join(group.keys) or 'none'}; make the source deliver every declared feature",
         )
     if list(group.keys) == names and group.values.shape[0] == group.key_bounds()[-1]:
-        return SparseGroup(group.keys, group.values, group.lengths, group.weights, group.key_bounds())
+        return replace(group, offsets_per_key=group.key_bounds())
     weights = None if group.weights is None else {n: group.jagged(n, group.weights).values for n in names}
-    return SparseGroup.from_jagged({n: group[n] for n in names}, weights)
+    return replace(SparseGroup.from_jagged({n: group[n] for n in names}, weights), slack=group.slack)
 
 
 def sequence_of(batch: Batch, name: str) -> SequenceGroup:
@@ -119,7 +122,8 @@ def event_ids(batch: Batch, path: str) -> Jagged:
     ids = group.fields[field]
     if isinstance(ids, Jagged):
         return Jagged(ids.values, ids.offsets[group.offsets.to(torch.int64)])
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and int(group.offsets[-1]) != ids.shape[0]:
+    readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and not group.slack and int(group.offsets[-1]) != ids.shape[0]:
         raise BatchError(
             f"{ids.shape[0]} events are stored, the offsets end at {int(group.offsets[-1])}",
             where=f"features.{path}",
@@ -171,6 +175,10 @@ class LocalTables(nn.Module):
             self.reset_parameters()
         return self.to(device)
 
+    def slot(self, table: str) -> str:
+        """The name of the table's parameter in this module."""
+        return self._slots[table]
+
     def weight(self, table: str) -> nn.Parameter:
         return self.get_parameter(self._slots[table])
 
@@ -203,22 +211,26 @@ class LocalTables(nn.Module):
             offsets = lengths_to_offsets(group.lengths[i * b : (i + 1) * b])
             weights = None if group.weights is None else group.weights[bounds[i] : bounds[i + 1]]
             try:
-                result[lookup.key] = self._read(lookup, ids, offsets, weights)
+                result[lookup.key] = self._read(lookup, ids, offsets, weights, group.slack)
             except (IndexError, RuntimeError):
                 self._check_ids(lookup, ids)
                 raise
         return result
 
-    def _read(self, lookup: Lookup, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def _read(
+        self, lookup: Lookup, ids: Tensor, offsets: Tensor, weights: Tensor | None, slack: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         table = self.weight(lookup.table)
         if lookup.pooling == "none":
             return F.embedding(ids, table, sparse=self.sparse), offsets
         if weights is not None:
             weights = weights.to(table.dtype)
         mode = lookup.pooling if weights is None else "sum"
-        pooled = F.embedding_bag(
-            ids, table, offsets.to(ids.dtype), mode=mode, sparse=self.sparse, per_sample_weights=weights, include_last_offset=True
-        )
+        ends = offsets.to(ids.dtype)
+        if slack:  # embedding_bag takes all ids that are left into its last bag: they get one of their own
+            ends = F.pad(ends, (0, 1), value=ids.shape[0])
+        pooled = F.embedding_bag(ids, table, ends, mode=mode, sparse=self.sparse, per_sample_weights=weights, include_last_offset=True)
+        pooled = pooled[:-1] if slack else pooled
         if weights is None or lookup.pooling == "sum":
             return pooled
         total = ops.jagged_sum(weights.unsqueeze(-1), offsets)

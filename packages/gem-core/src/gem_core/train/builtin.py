@@ -25,6 +25,8 @@ class Fp32Config(FrozenConfig):
 class PlainGuard:
     """Guard of a recipe that has nothing to watch: it only tells the precision of each site."""
 
+    capturable = True
+
     def __init__(self, sites: Sequence[tuple[str, str, str]]) -> None:
         self.sites = tuple(sites)
 

@@ -102,8 +102,9 @@ class Meter:
         """Numbers of the window since the last call, for the log; begins the next window. Waits for the device.
 
         ``samples_per_s`` and ``tokens_per_s`` of all ``world`` ranks (taken to be alike), ``mfu`` in [0, 1] and ``tflops`` of one device,
-        ``data_wait`` as share of the time, and ``data_s``, ``forward_s``, ``backward_s``, ``optimizer_s`` a step. With several ranks
-        ``imbalance``, the work of the busiest rank over their mean, as mean of the steps, and ``imbalance_max``.
+        ``data_wait`` as share of the time, and ``data_s``, ``forward_s``, ``backward_s``, ``optimizer_s`` a step; ``captured_s`` is that of
+        a captured step, whose phases have no times of their own. With several ranks ``imbalance``, the work of the busiest rank over their
+        mean, as mean of the steps, and ``imbalance_max``.
 
         :raises RunError: an MFU above 1, which only a wrong FLOP count, peak or clock can give.
         """
@@ -112,7 +113,7 @@ class Meter:
             self._marks[-1][1].synchronize()
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:]):
             if phase is not None:
-                spent[phase] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+                spent[phase] = spent.get(phase, 0.0) + (begin.elapsed_time(end) / 1e3 if self._cuda else end - begin)
         if self._cuda:
             self._free += [event for _, event in self._marks[:-1]]
         del self._marks[:-1]

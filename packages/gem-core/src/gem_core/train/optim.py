@@ -25,14 +25,21 @@ class RowwiseAdagrad:
     With ``g_r`` the sum of the gradients of all reads of row r since the last step: ``v_r += mean_d(g_r^2)``, then
     ``w_r -= lr * g_r / (sqrt(v_r) + eps)``. Rows that were not read stay as they are, bit for bit. Sums are fp32 for every table dtype.
     Over several ranks ``g_r`` is the mean over the ranks: each sends its (row, gradient) pairs to all, so that replicas stay equal.
+    ``lr_on_device``: the learning rate is a tensor there, so that a recorded step reads it anew each time.
     """
 
-    def __init__(self, states: Mapping[str, TableState], config: TableOptimizer, runtime: Runtime) -> None:
+    def __init__(self, states: Mapping[str, TableState], config: TableOptimizer, runtime: Runtime, *, lr_on_device: bool = False) -> None:
         self.states, self.eps, self.runtime = states, config.eps, runtime
-        self.lr = config.lr
+        self.lr: Tensor | float = torch.tensor(config.lr, device=runtime.device) if lr_on_device else config.lr
         if config.initial_accumulator:
             for state in states.values():
                 state.accumulator.fill_(config.initial_accumulator)
+
+    def set_lr(self, lr: float) -> None:
+        if isinstance(self.lr, Tensor):
+            self.lr.fill_(lr)
+        else:
+            self.lr = lr
 
     @torch.no_grad()
     def step(self, ok: Tensor) -> Tensor:
@@ -65,7 +72,7 @@ class RowwiseAdagrad:
         return rows, values
 
 
-def _sparse_update(state: TableState, rows: Tensor, values: Tensor, ok: Tensor, lr: float, eps: float) -> Tensor:
+def _sparse_update(state: TableState, rows: Tensor, values: Tensor, ok: Tensor, lr: Tensor | float, eps: float) -> Tensor:
     weight, accumulator = state.weight, state.accumulator
     if weight.shape[0] <= rows.numel():  # a small table: summing into a copy of its shape is cheaper than finding duplicates
         return _dense_update(state, _add_rows(torch.zeros_like(weight, dtype=torch.float32), rows, values), ok, lr, eps)
@@ -100,7 +107,7 @@ def sums_without_waiting(rows: Tensor, values: Tensor, ok: Tensor) -> tuple[Tens
     return ordered[starts[kept]], summed[kept], norm
 
 
-def _dense_update(state: TableState, grad: Tensor, ok: Tensor, lr: float, eps: float) -> Tensor:
+def _dense_update(state: TableState, grad: Tensor, ok: Tensor, lr: Tensor | float, eps: float) -> Tensor:
     grad, norm = _gated(grad, ok)
     state.accumulator.add_(grad.square().mean(1))
     state.weight.add_((grad * (-lr / (state.accumulator.sqrt() + eps)).unsqueeze(1)).to(state.weight.dtype))
@@ -122,10 +129,17 @@ class DenseAdamW:
     """AdamW on fp32 parameters; weight decay on matrices only, not on vectors and scalars (norms, biases, gates).
 
     Parameters that a strategy has sharded (DTensors) are updated shard by shard: every rank updates what it holds, and the state is
-    sharded as the parameter is.
+    sharded as the parameter is. ``lr_on_device``: the learning rate is a tensor there, so that a recorded step reads it anew each time.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: DenseOptimizer, runtime: Runtime | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: DenseOptimizer,
+        runtime: Runtime | None = None,
+        *,
+        lr_on_device: bool = False,
+    ) -> None:
         self.parameters = dict(parameters)
         self.runtime = runtime
         # The optimizer sees this rank's values as plain tensors: its fused kernel takes no mixture of meshes.
@@ -136,10 +150,11 @@ class DenseAdamW:
         self.adamw = (
             torch.optim.AdamW(
                 [g for g in groups if g["params"]] or [{"params": []}],
-                lr=config.lr,
+                lr=torch.tensor(config.lr, device=next(iter(self.local.values())).device) if lr_on_device else config.lr,
                 betas=config.betas,
                 eps=config.eps,
                 fused=True,
+                capturable=lr_on_device,
             )
             if self.parameters
             else None
@@ -147,7 +162,10 @@ class DenseAdamW:
 
     def set_lr(self, lr: float) -> None:
         for group in self.adamw.param_groups if self.adamw else ():
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor | None:

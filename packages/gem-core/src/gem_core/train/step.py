@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gem_core.batch import SparseGroup
+from gem_core.batch import Batch, SparseGroup
 from gem_core.config import Config
 from gem_core.errors import ConfigError
 from gem_core.model.base import RankingModel
 from gem_core.model.loss import task_loss
 from gem_core.model.tables import LocalTables, sparse_group
 from gem_core.train.build import Parts
+from gem_core.train.captured import Captured, check_capture
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter
 from gem_core.train.optim import DenseAdamW, RowwiseAdagrad
@@ -56,8 +57,11 @@ class TrainStep:
 
     def __init__(self, parts: Parts, config: Config, runtime: Runtime, meter: Meter) -> None:
         self.parts, self.config, self.runtime, self.meter = parts, config, runtime, meter
+        capture = config.train.capture
+        if capture:
+            check_capture(parts, config, runtime)
         self._whole_tables = _adamw_tables(parts) if config.train.tables.kind == "adamw" else {}
-        self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime)
+        self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime, lr_on_device=capture)
         self.tables: RowwiseAdagrad | None = None
         self._gate = torch.ones((), dtype=torch.bool, device=runtime.device)
         if parts.tables is not None and not self._whole_tables:
@@ -65,7 +69,8 @@ class TrainStep:
                 parts.tables.configure_optimizer(config.train.tables)  # type: ignore[attr-defined]
                 parts.tables.register_forward_hook(self._gated)  # type: ignore[attr-defined]
             else:
-                self.tables = RowwiseAdagrad(parts.tables.table_states(), config.train.tables, runtime)  # type: ignore[attr-defined]
+                states = parts.tables.table_states()  # type: ignore[attr-defined]
+                self.tables = RowwiseAdagrad(states, config.train.tables, runtime, lr_on_device=capture)
         # the items that a retrieval model scores are drawn in its forward pass
         # Of models with a forward of their own it is not known which ids they will look up.
         plain = type(parts.model).forward is RankingModel.forward
@@ -76,7 +81,9 @@ class TrainStep:
         if self._prefetch is not None:
             parts.tables.register_forward_pre_hook(self._hand_over)  # type: ignore[union-attr]
         self._buffers = parts.buffers()
-        self._weights = [label.weight for label in config.features.labels.values()]
+        self._weights = torch.tensor([label.weight for label in config.features.labels.values()], device=runtime.device)
+        self._mark = meter.mark
+        self._captured = Captured(self._silent, config.features, runtime.device) if capture else None
 
     def set_lr(self, factor: float) -> float:
         """Scale both learning rates; returns the dense one."""
@@ -85,7 +92,7 @@ class TrainStep:
         self.dense.set_lr(lr)
         table_lr = train.tables.lr * (factor if train.schedule.tables else 1.0)
         if self.tables is not None:
-            self.tables.lr = table_lr
+            self.tables.set_lr(table_lr)
         elif self.parts.tables is not None and not self._whole_tables:
             self.parts.tables.set_learning_rate(table_lr)  # type: ignore[attr-defined]
         return lr
@@ -97,42 +104,59 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[Fed], stop: bool, following: Fed | None = None) -> Tensor:
         """``following``: the batch after ``batches``, where it is known and `looks_ahead`."""
+        totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]
+        if self._captured is not None:
+            vector = self._captured(batches[0].batch, totals)
+            self.meter.mark("captured")
+            return vector
+        # torch.full, unlike torch.tensor, brings a host number to the device without waiting.
+        there = [torch.full((), value, dtype=torch.float64, device=self.runtime.device) for value in totals]
+        return self._compute([fed.batch for fed in batches], torch.stack(there), batches, following)
+
+    def _silent(self, batch: Batch, totals: Tensor) -> Tensor:
+        """The step without times of its phases, whose marks cannot be recorded."""
+        self._mark = lambda _phase: None
+        try:
+            return self._compute([batch], totals)
+        finally:
+            self._mark = self.meter.mark
+
+    def _compute(self, batches: Sequence[Batch], totals: Tensor, feds: Sequence[Fed] = (), following: Fed | None = None) -> Tensor:
+        """``totals [3]`` fp64: weight, samples and the wish to stop. ``feds``: where the batches came from."""
         world, device = self.runtime.world, self.runtime.device
         before = [b.clone() for b in self._buffers]
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         table_norm = torch.zeros((), device=device)
         ok = torch.ones((), dtype=torch.bool, device=device)
-        totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]
-        for i, fed in enumerate(batches):
+        for i, batch in enumerate(batches):
             with self._no_sync(i + 1 < len(batches)):
-                if self._ahead is not None and self._ahead[0] is fed:
+                if self._ahead is not None and self._ahead[0] is feds[i]:
                     self._given = self._ahead[1]
-                output = self.parts.module(fed.batch)
+                output = self.parts.module(batch)
                 self._given = None
                 output = replace(output, logits=output.logits.float())
-                loss = task_loss(output, fed.batch, task_weights=self._weights, total=1.0)
-                # torch.full, unlike torch.tensor, brings a host number to the device without waiting.
-                host = [torch.full((), value, dtype=torch.float64, device=device) for value in totals]
-                numbers = self.runtime.all_reduce(torch.stack([loss.detach().double(), (~torch.isfinite(loss)).double(), *host]))
+                loss = task_loss(output, batch, task_weights=self._weights, total=1.0)
+                own = torch.stack([loss.detach().double(), (~torch.isfinite(loss)).double()])
+                numbers = self.runtime.all_reduce(torch.cat([own, totals]))
                 if i == 0:
                     _, _, weight, samples, stops = numbers
                     scale = world / torch.where(weight > 0, weight, 1.0)
-                    totals = [0.0] * len(totals)
+                    totals = torch.zeros_like(totals)
                 good = numbers[1] == 0
                 ok &= good
                 self._gate.copy_(good)
                 loss_sum += numbers[0]
-                self._look_ahead(batches[i + 1] if i + 1 < len(batches) else following)
-                self.meter.mark("forward")
+                self._look_ahead(feds[i + 1] if i + 1 < len(batches) else following)
+                self._mark("forward")
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
-            self.meter.mark("backward")
+            self._mark("backward")
             if self.tables is not None:
                 table_norm += self.tables.step(good)
-                self.meter.mark("optimizer")
+                self._mark("optimizer")
             elif self._after_backward is not None:
                 squared = self._after_backward(good)
                 table_norm += 0.0 if squared is None else squared
-                self.meter.mark("optimizer")
+                self._mark("optimizer")
         if world > 1:
             for table in self._whole_tables.values():
                 table.grad = torch.zeros_like(table) if table.grad is None else table.grad
@@ -143,7 +167,7 @@ class TrainStep:
         self.dense.step(ok & (bad_gradient == 0), self.config.train.clip_norm, norm)
         for buffer, old in zip(self._buffers, before):
             buffer.copy_(torch.where(ok, buffer, old))
-        self.meter.mark("optimizer")
+        self._mark("optimizer")
         norm = torch.zeros((), device=device) if norm is None else norm
         return torch.stack([loss_sum, weight, (~ok).double(), stops, samples, bad_gradient, norm.double()])
 

@@ -1,0 +1,218 @@
+"""Captured steps: batches in rooms with slack compute what they do without, and on a GPU replayed steps are the steps themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gem_core.batch import Batch, SequenceGroup, SparseGroup
+from gem_core.config import Features, config_from_dict, resolve
+from gem_core.errors import ConfigError, RunError
+from gem_core.jagged import Jagged
+from gem_core.model.loss import task_loss
+from gem_core.model.retrieval import next_items
+from gem_core.plugins import manager
+from gem_core.train.build import build_parts
+from gem_core.train.captured import MOST, FixedBatch, Room, check_capture
+from gem_core.train.runtime import Runtime
+
+FEATURES = {
+    "columns": ["user"],
+    "tables": {"item": {"rows": 50}},
+    "sparse": {"item": {"table": "item"}, "tags": {"rows": 12, "pooling": "mean"}, "weighted": {"rows": 9, "weights": "w"}},
+    "sequences": {"history": {"max_length": 9, "target": {"item": "item"}, "fields": {"item": {"table": "item"}}}},
+    "labels": {"ctr": {}},
+}
+TOWER = {"dim": 16, "heads": 2, "attention": "causal", "pffn": {"kind": "none"}, "ffn": 32, "rotary": "position"}
+RANKING = {
+    "gem": {
+        "layers": 2, "dim": 8, "embedding_dim": 8,
+        "sequence": {
+            "dim": 16, "heads": 2, "attention": "causal", "candidate": True, "cls": 1, "rotary": "position", "next_event": 0.3,
+            "event": {"positions": 4, "compare": True}, "pooling": {"seeds": 2, "candidate_queries": 1, "recent": 2},
+        },
+    },
+    "sasrec": {"dim": 8, "embedding_dim": 8, "layers": 2, "heads": 1, "ffn": 16, "positions": 5, "dropout": 0.0},
+    "hstu": {
+        "dim": 8, "embedding_dim": 8, "layers": 2, "heads": 1, "qk_dim": 8, "v_dim": 8, "positions": 5, "position_bias": 6, "dropout": 0.0,
+    },
+}  # fmt: skip
+RETRIEVAL = {
+    "gem": {"layers": 2, "embedding_dim": 8, "sequence": {**TOWER, "event": {"positions": 5, "count_from": "oldest"}}},
+    "sasrec": RANKING["sasrec"] | {"retrieval": {"loss": "sampled_softmax", "negatives": 8, "false_negatives": "history"}},
+    "hstu": RANKING["hstu"] | {"retrieval": {"loss": "gbce", "negatives": 8, "false_negatives": "keep"}},
+}
+
+
+def features(retrieval: bool) -> dict:
+    if not retrieval:
+        return FEATURES
+    sparse = {"item": {"table": "item"}, "seen": {"table": "item"}}
+    return FEATURES | {"labels": {}, "sparse": sparse, "next_item": {"item": "item", "seen": "seen", "pad": 0}}
+
+
+def a_batch(seed: int, size: int, retrieval: bool, longest: int = 9) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+
+    def ids(rows: int, lengths: torch.Tensor) -> Jagged:
+        return Jagged.from_lengths(torch.randint(1, rows, (int(lengths.sum()),), generator=g), lengths)
+
+    lengths = torch.randint(0, longest + 1, (size,), generator=g)
+    history, one = ids(50, lengths), torch.ones(size, dtype=torch.int64)
+    sparse = {"item": ids(50, one)}
+    if not retrieval:
+        sparse |= {
+            "tags": ids(12, torch.randint(0, 4, (size,), generator=g)),
+            "weighted": ids(9, torch.randint(0, 3, (size,), generator=g)),
+        }
+    weights = None if retrieval else {"weighted": torch.rand(sparse["weighted"].values.shape, generator=g)}
+    batch = Batch(
+        size=size,
+        sparse=SparseGroup.from_jagged(sparse, weights),
+        sequences={"history": SequenceGroup(history.offsets, {"item": history.values}, max_length=9)},
+        labels=None if retrieval else torch.randint(0, 2, (size, 1), generator=g).float(),
+        label_names=() if retrieval else ("ctr",),
+        columns={"user": torch.arange(size)},
+    )
+    return next_items(batch, Features.model_validate(features(True))) if retrieval else batch
+
+
+def the_model(name: str, retrieval: bool):
+    config = config_from_dict({"features": features(retrieval), "model": {"name": name, **(RETRIEVAL if retrieval else RANKING)[name]}})
+    torch.manual_seed(1)
+    resolved = resolve(config)
+    return manager().find("model", name).build(resolved.model, config.features), config.features
+
+
+@pytest.mark.parametrize("retrieval", [False, True], ids=["ranking", "retrieval"])
+@pytest.mark.parametrize("name", ["gem", "sasrec", "hstu"])
+def test_slack_changes_neither_loss_nor_gradients(name, retrieval, monkeypatch):
+    """One room filled by three batches, the middle one the largest: what it leaves behind is the slack of the last."""
+    model, declared = the_model(name, retrieval)
+    batches = [a_batch(1, 11, retrieval, 5), a_batch(2, 11, retrieval), a_batch(3, 11, retrieval, 4)]
+    # the draws of negatives are made for all rows, slack included, so the same ones are handed to both
+    table = torch.randint(1, 50, (4096, 8), generator=torch.Generator().manual_seed(5))
+    if retrieval:
+        monkeypatch.setattr(model.sampler, "_drawn", lambda shape, device: table[: shape[0]] if len(shape) == 2 else table[0])
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.linspace(0, 0.999, shape[0]))
+    fixed = FixedBatch(batches[0], Room.of(batches[1]).rounded(), declared, "history" if retrieval else None)
+    for given in batches:
+        fixed.fill(given)
+        assert fixed.batch.sequences["history"].fields["item"].shape[0] > given.tokens
+        found = []
+        for batch in (given, fixed.batch):
+            model.zero_grad()
+            loss = task_loss(model(batch), batch, total=1.0)
+            loss.backward()
+            found.append((loss.detach(), {n: None if p.grad is None else p.grad.to_dense().clone() for n, p in model.named_parameters()}))
+        assert found[0][0].isfinite()
+        assert found[0][0] > 0
+        torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-6, atol=0)
+        for parameter, grad in found[0][1].items():
+            other = found[1][1][parameter]
+            assert (grad is None) == (other is None), parameter
+            if grad is not None:
+                bound = 2e-6 * float(grad.abs().max() + 1e-3)
+                torch.testing.assert_close(other, grad, rtol=2e-5, atol=bound, msg=lambda m, name=parameter: f"{name}: {m}")
+
+
+def test_a_room_takes_what_fits_without_much_slack():
+    room = Room(8, {"h": 1000}, {"a": 8, "b": 300})
+    assert room.rounded() == Room(8, {"h": 1152}, {"a": 8, "b": 320})
+    assert room.rounded().takes(room)
+    assert not room.takes(Room(8, {"h": 1001}, {"a": 8, "b": 300}))
+    assert not room.takes(Room(7, {"h": 900}, {"a": 7, "b": 300}))
+    assert room.takes(Room(8, {"h": 700}, {"a": 8, "b": 236}))
+    assert not room.takes(Room(8, {"h": 600}, {"a": 8, "b": 300}))
+    assert not room.takes(Room(8, {}, {"a": 8, "b": 300}))
+
+
+def test_several_values_an_event_are_refused():
+    inner = Jagged.from_lengths(torch.arange(3), torch.tensor([1, 2]))
+    batch = Batch(size=1, sequences={"h": SequenceGroup(torch.tensor([0, 2]), {"tags": inner})})
+    with pytest.raises(RunError, match="several values an event") as caught:
+        Room.of(batch)
+    assert "features.sequences.h.fields.tags" in str(caught.value)
+
+
+def test_runs_that_cannot_be_captured_are_refused(tmp_path):
+    config = config_from_dict({
+        "run": {"device": "cpu", "dir": str(tmp_path)}, "model": {"name": "sasrec", **RETRIEVAL["sasrec"]}, "features": features(True),
+        "train": {"steps": 2, "capture": True},
+    })  # fmt: skip
+    parts = build_parts(resolve(config), Runtime(torch.device("cpu")))
+    cuda = Runtime(torch.device("cuda"))
+    check_capture(parts, config, cuda)
+    wrong = [
+        (parts, config, Runtime(torch.device("cpu")), "on cpu"),
+        (parts, config, dataclasses.replace(cuda, world=2), "2 processes"),
+        (parts, config.model_copy(update={"train": config.train.model_copy(update={"accumulate": 2})}), cuda, "accumulate"),
+        (parts, config.model_copy(update={"train": config.train.model_copy(update={"compile": True})}), cuda, "compile"),
+        (dataclasses.replace(parts, tables=torch.nn.Identity()), config, cuda, "tables of parallel.sparse"),
+        (dataclasses.replace(parts, guard=object()), config, cuda, "recipe 'fp32'"),
+        (dataclasses.replace(parts, model=torch.nn.Identity()), config, cuda, "slack"),
+    ]
+    for a, b, c, told in wrong:
+        with pytest.raises(ConfigError, match=told) as caught:
+            check_capture(a, b, c)
+        assert "train.capture" in str(caught.value)
+
+
+GPU_MODELS = [("gem", False, "rowwise_adagrad"), ("sasrec", True, "adamw"), ("hstu", True, "adamw"), ("gem", True, "adamw")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("name", "retrieval", "tables"), GPU_MODELS)
+def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
+    """Thirty steps, batches of two sizes, a learning rate that changes: outcomes and parameters agree with
+    those of steps computed as usual on the same fixed batches, dropout and negatives drawn from the same random numbers."""
+    from gem_core.train.feed import Fed
+    from gem_core.train.measure import Meter, peak
+    from gem_core.train.step import TrainStep
+
+    device = torch.device("cuda")
+    model = (RETRIEVAL if retrieval else RANKING)[name] | {"embedding_dropout": 0.2}
+    train = {"steps": 30, "capture": True, "tables": {"kind": tables}, "clip_norm": 1.0}
+    config = config_from_dict({"features": features(retrieval), "model": {"name": name, **model}, "train": train})
+    batches = [a_batch(i, 96 if i % 3 else 40, retrieval).to(device) for i in range(30)]
+
+    def trained(recorded: bool):
+        parts = build_parts(resolve(config), Runtime(device))
+        step = TrainStep(parts, config, Runtime(device), Meter(device, peak("", {"fp32"})))
+        if not recorded:
+            monkeypatch.setattr(step._captured, "_record", lambda found: None)
+        parts.module.train()
+        torch.manual_seed(3)
+        outcomes = []
+        for i, batch in enumerate(batches):
+            step.set_lr(1.0 / (1 + i))
+            weight = float(batch.size) if not retrieval else float(batch.target_mask.sum())
+            outcomes.append(step([Fed(batch, batch, weight, 0, None, {})], i == 11))
+        assert step._captured is not None
+        graphs = [r.graph for r in step._captured._recorded]
+        assert len(graphs) <= 4
+        assert all((g is not None) == recorded for g in graphs)
+        return torch.stack(outcomes).cpu(), {n: p.detach().cpu() for n, p in parts.model.named_parameters()}
+
+    (usual, expected), (replayed, got) = trained(False), trained(True)
+    assert usual[:, 0].isfinite().all()
+    assert (usual[-5:, 0] / usual[-5:, 1]).mean() < (usual[:5, 0] / usual[:5, 1]).mean()
+    torch.testing.assert_close(replayed, usual, rtol=1e-4, atol=1e-5)
+    assert usual[11:13, 3].tolist() == [1, 0]
+    for parameter, value in expected.items():
+        torch.testing.assert_close(got[parameter], value, rtol=1e-3, atol=1e-4, msg=lambda m, name=parameter: f"{name}: {m}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_too_many_shapes_end_the_run():
+    from gem_core.train.captured import Captured
+
+    captured = Captured(lambda batch, totals: torch.zeros(7, device="cuda"), Features.model_validate(features(True)), torch.device("cuda"))
+    for size in range(1, MOST + 1):
+        captured(a_batch(size, size, True).to("cuda"), [1.0, 1.0, 0.0])
+    with pytest.raises(RunError, match="kinds of shapes"):
+        captured(a_batch(1, MOST + 1, True).to("cuda"), [1.0, 1.0, 0.0])

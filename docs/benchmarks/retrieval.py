@@ -5,8 +5,8 @@
     python docs/benchmarks/retrieval.py tune --data ../shared/data --seeds 0 --out runs/tune        # variants, to be compared on valid
 
 ``ml-1m`` without a validation split trains the stated number of epochs on all but the last item and evaluates once; the others are chosen
-on the second-last item. ``--jobs`` runs that many trainings side by side, spread over the visible GPUs; the tables are written again
-after each, and rows that were not trained again stay. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``, ``s3rec/*.txt``. Needs gem-core,
+on the second-last item. ``--jobs`` runs that many trainings side by side, spread over the visible GPUs, where steps are captured; the tables
+are written again after each, and rows that were not trained again stay. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``, ``s3rec/*.txt``. Needs gem-core,
 gem-kernels, gem-data and pyarrow.
 """
 
@@ -150,12 +150,14 @@ def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int
     variant = SUITES[suite][name]
     run = f"{suite}-{name.replace(' ', '-')}-{seed}"
     folder = converted(variant, args)
+    gpus = torch.cuda.device_count()
     overrides = [f"data.parquet.root={folder}", f"run.seed={seed}", f"run.name={run}", f"run.dir={args.work}", *variant.overrides]
+    overrides += ["train.capture=true"] if gpus else []
     if (folder / "valid.parquet").is_file():
         overrides.append('data.parquet.eval=["valid.parquet"]')
     job = {"config": str(CONFIGS / variant.config), "overrides": [*overrides, *args.overrides], "folder": str(args.work / run)}
     environment = {"OMP_NUM_THREADS": "2", **os.environ}
-    if gpus := torch.cuda.device_count():
+    if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
     began = time.monotonic()

@@ -5,9 +5,9 @@
     python docs/benchmarks/retrieval.py tune --data ../shared/data --seeds 0 --out runs/tune        # variants, to be compared on valid
 
 ``ml-1m`` without a validation split trains the stated number of epochs on all but the last item and evaluates once; the others are chosen
-on the second-last item. ``--jobs`` runs that many trainings side by side, spread over the visible GPUs, where steps are captured; the tables
-are written again after each, and rows that were not trained again stay. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``, ``s3rec/*.txt``. Needs gem-core,
-gem-kernels, gem-data and pyarrow.
+on the second-last item. ``--jobs`` runs that many trainings side by side, spread over the visible GPUs, where steps are captured; the
+tables are written again after each, and rows that were not trained again stay. Files under ``--data``: ``ml-1m/ml-1m.txt.gz``,
+``s3rec/*.txt``. Needs gem-core, gem-kernels, gem-data and pyarrow.
 """
 
 from __future__ import annotations

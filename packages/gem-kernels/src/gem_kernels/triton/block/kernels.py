@@ -11,9 +11,9 @@ there is no loop over keys, no running maximum, and nothing to keep for backward
           └──────────────┘     └───────────┘
 
 Slots without a table and without a host sync: sample b owns the slots offsets[b] // BLOCK + b and up. Consecutive samples are
-offsets[b + 1] // BLOCK - offsets[b] // BLOCK + 1 >= ceil(length / BLOCK) slots apart, so a binary search over the offsets themselves finds
-the sample of a slot, and surplus slots (at most one a sample) are empty. The rows past offsets[B] are handled as one more sample whose
-results are zero.
+offsets[b + 1] // BLOCK - offsets[b] // BLOCK + 1 >= ceil(length / BLOCK) slots apart, so a search over the offsets themselves finds the
+sample of a slot (128 probes at a time, since every step is a trip to the cache), and surplus slots (at most one a sample) are empty. The
+rows past offsets[B] are handled as one more sample whose results are zero.
 
 Rotary: pairs (2i, 2i + 1) of q, k and v are turned by the angle of their row in fp32 right after the load; backward turns dq, dk and dv
 back in fp32 before their only store.
@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+PROBES: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -32,12 +33,14 @@ def locate(offsets, slot, batch, total_rows, BLOCK: tl.constexpr):
     """(sample, first row of its slot, rows in the slot, position of the first row in the sample); sample == batch is the slack."""
     low = batch * 0
     high = batch
+    probe = tl.arange(0, PROBES) + 1
     while low < high:
-        middle = (low + high + 1) // 2
-        first = tl.load(offsets + middle).to(tl.int64) // BLOCK + middle
-        inside = first <= slot
-        low = tl.where(inside, middle, low)
-        high = tl.where(inside, high, middle - 1)
+        step = (high - low + PROBES - 1) // PROBES
+        middle = low + probe * step
+        first = tl.load(offsets + middle, mask=middle <= high, other=0).to(tl.int64) // BLOCK + middle
+        passed = tl.sum(((middle <= high) & (first <= slot)).to(tl.int32), 0)
+        high = tl.minimum(high, low + (passed + 1) * step - 1)
+        low += passed * step
     begin = tl.load(offsets + low).to(tl.int64)
     end = tl.load(offsets + low + 1, mask=low < batch, other=0).to(tl.int64)
     end = tl.where(low < batch, end, total_rows)

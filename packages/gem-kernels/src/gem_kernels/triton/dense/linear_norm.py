@@ -18,7 +18,6 @@ from gem_kernels.triton.dense.support import (
     HALF,
     NAMES,
     cast,
-    column_sum,
     common_support,
     descriptors_possible,
     power_of_two,
@@ -97,52 +96,19 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:
-    """Workspace: the gradient of z = x wᵀ + b, as large as y. An affine norm (or rows over 4096) recomputes z first."""
+    """The norm's gradient in one pass, then two matrix products, which are best left to the vendor's library.
+
+    Workspace: the gradient of z = x wᵀ + b, as large as y. An affine norm recomputes z first.
+    """
     x, w, b, norm_weight, norm_bias, y, rstd = saved
     dy = rows_contiguous(dout)
-    dnorm_weight = dnorm_bias = None
-    if norm_weight is None and norm_bias is None and power_of_two(w.shape[0]) <= 4096:
-        dz, dx, db = _fused(problem, dy, y, w.contiguous(), rstd, needs[2])
-    else:
-        layer = problem.option("kind") == "layer"
-        z = F.linear(x, w, b)
-        mean = z.mean(1, dtype=torch.float32) if layer else None
-        dz, dnorm_weight, dnorm_bias = plain.norm_grads(z, norm_weight, dy, None, mean, rstd, needs[3], needs[4], layer)
-        dx = dz @ w if needs[0] else None
-        db = column_sum(dz) if needs[2] else None
+    layer = problem.option("kind") == "layer"
+    affine = norm_weight is not None or norm_bias is not None
+    z = F.linear(x, w, b) if affine else y
+    mean = z.mean(1, dtype=torch.float32) if affine and layer else None
+    dz, dnorm_weight, dnorm_bias, db = plain.norm_grads(
+        z, norm_weight, dy, None, mean, rstd, needs[3], needs[4], layer, normed=not affine, want_sum=needs[2]
+    )
+    dx = dz @ w if needs[0] else None
     dw = weight_grad(dz, x) if needs[1] else None
     return cast(needs, (x, w, b, norm_weight, norm_bias), (dx, dw, db, dnorm_weight, dnorm_bias))
-
-
-def _fused(problem: Problem, dy: Tensor, y: Tensor, w: Tensor, rstd: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dz, dx and the column sums of dz."""
-    rows, n = dy.shape
-    k = w.shape[1]
-    dz = torch.empty((rows, n), dtype=dy.dtype, device=dy.device)
-    dx = torch.empty((rows, k), dtype=dy.dtype, device=dy.device)
-    sums: list[Tensor | None] = [torch.zeros((1, n), dtype=torch.float32, device=dy.device) if bias else None]
-    info = device_info(dy.device)
-    tma = descriptors_possible(info, w, dx)
-    width = power_of_two(n)
-
-    def run(config: Config) -> None:
-        from gem_kernels.triton.dense.linear_norm_kernels import linear_norm_bwd_dx_kernel
-
-        m, c, r = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-        programs = min(-(-rows // m), programs_at_once(config, info))
-        if bias:
-            sums[0] = torch.empty((programs, n), dtype=torch.float32, device=dy.device)
-        launch(
-            linear_norm_bwd_dx_kernel, (programs,), dy.device,
-            dy, y, source(w, r, c, tma), dz, source(dx, m, c, tma), rstd, sums[0], stride(dy), rows,
-            K=k, N=n, N_PAD=width, LAYER=problem.option("kind") == "layer", DBIAS=bias, TMA=tma, NVIDIA=info.nvidia,
-            PRECISION=precision(dy.dtype, info), **config,
-        )  # fmt: skip
-
-    def guesses() -> list[Config]:
-        found = candidates(min(k, 512), n, dy.dtype, info)
-        return unique([{**c, "ROWS": min(c["BLOCK_M"], max(1, elements // width))} for elements in (8192, 16384) for c in found])
-
-    if rows:
-        run(choose("linear_norm.dx", facts(problem), info, guesses, run))
-    return dz, dx, None if sums[0] is None else sums[0].sum(0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gem_kernels.triton.dense.tiles import load_tile, prefetch_tile, store_tile
+from gem_kernels.triton.dense.tiles import load_tile, store_tile
 
 
 @triton.jit
@@ -94,52 +94,3 @@ def linear_norm_fwd_kernel(
                     elif chunks > 3:
                         kept2 = acc.to(dtype)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def linear_norm_bwd_dx_kernel(
-    dy, y, w, dz, dx, rstd, dbias, stride_dy: tl.constexpr, rows,
-    K: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, LAYER: tl.constexpr, DBIAS: tl.constexpr, TMA: tl.constexpr, NVIDIA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dz [rows, N] = r (dy − y mean(dy y) [− mean(dy)]) of an affine-free norm, dx = dz w, and partial sums of dz [programs, N].
-
-    A program makes dz of a row block, ROWS rows at a time, and multiplies it at once, from the cache. BLOCK_N columns of K a chunk, BLOCK_K
-    columns of the reduction N a step. ``w`` by descriptor with TMA; dz by pointers, since bulk copies do not see a program's own stores.
-    """
-    chunks: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
-    steps: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
-    blocks = tl.cdiv(rows, BLOCK_M)
-    all_columns = tl.arange(0, N_PAD)
-    sums = tl.zeros([N_PAD], tl.float32)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        m = tl.cast(block, tl.int64) * BLOCK_M
-        for part in range(0, BLOCK_M, ROWS):
-            i = m + part + tl.arange(0, ROWS)
-            g = load_tile(dy, stride_dy, m + part, 0, rows, N, ROWS, N_PAD, False).to(tl.float32)
-            hat = load_tile(y, N, m + part, 0, rows, N, ROWS, N_PAD, False).to(tl.float32)
-            d = g - hat * (tl.sum(g * hat, 1) / N)[:, None]
-            if LAYER:
-                d -= (tl.sum(g, 1) / N)[:, None]
-            d *= tl.load(rstd + i, mask=i < rows, other=0.0)[:, None]
-            store_tile(dz, N, d, m + part, 0, rows, N, ROWS, N_PAD, False)
-            if DBIAS:
-                sums += tl.sum(tl.where((all_columns < N)[None, :], d, 0.0), 0)
-        tl.debug_barrier()
-        if NVIDIA:
-            following = m + tl.num_programs(0) * BLOCK_M
-            prefetch_tile(dy, stride_dy, following, 0, rows, N, BLOCK_M, N_PAD)
-            prefetch_tile(y, N, following, 0, rows, N, BLOCK_M, N_PAD)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for s in tl.range(0, chunks * steps):
-            n = s % steps * BLOCK_K
-            c = s // steps * BLOCK_N
-            a = load_tile(dz, N, m, n, rows, N, BLOCK_M, BLOCK_K, False)
-            b = load_tile(w, K, n, c, N, K, BLOCK_K, BLOCK_N, TMA)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            if n == (steps - 1) * BLOCK_K:
-                store_tile(dx, K, acc, m, c, rows, K, BLOCK_M, BLOCK_N, TMA)
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if DBIAS:
-        tl.store(dbias + tl.program_id(0) * N + all_columns, sums, mask=all_columns < N)

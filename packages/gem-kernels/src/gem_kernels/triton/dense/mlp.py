@@ -12,6 +12,7 @@ from gem_kernels.triton.attention.activations import IDS, fast, gain
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.dense import norm as plain
 from gem_kernels.triton.dense.support import (
     HALF,
     NAMES,
@@ -31,6 +32,7 @@ from gem_kernels.triton.dense.support import (
 WORKSPACE_BYTES = 1 << 30
 """Most that backward keeps of act(z) and dz at a time; more rows are done in turns."""
 
+DX = False
 Saved = tuple[Tensor | None, ...]
 
 
@@ -69,7 +71,11 @@ def candidates(problem: Problem, info: DeviceInfo, backward: bool) -> list[Confi
     elif width <= 128:
         shapes = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
     elif width == 256:
-        shapes = [(128, 32, 8, 2), (64, 64, 8, 2)] if backward else [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)]
+        shapes = (
+            [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1)]
+            if backward
+            else [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)]
+        )
     else:
         shapes = [(64, 16, 8, 2)] if backward else [(64, 32, 8, 2), (64, 16, 8, 2)]
     return unique([{"BLOCK_M": m, "BLOCK_H": min(h, hidden), "num_warps": w, "num_stages": s} for m, h, w, s in shapes])
@@ -121,9 +127,18 @@ def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], ne
     turn = max(128, WORKSPACE_BYTES // (2 * x.element_size() * w1.shape[0]) // 128 * 128)
     for begin in range(0, rows, turn):
         part = slice(begin, min(begin + turn, rows))
-        stats = (t if t is None or t.numel() == 0 else t[part] for t in (mean, rstd))
+        stats = tuple(t if t is None or t.numel() == 0 else t[part] for t in (mean, rstd))
         given = None if dtotal is None else dtotal[part]
         hidden, dhidden, normed, sums = _rows(problem, x[part], w1, b1, w2, dy[part], given, *stats, dx[part], needs[2])
+        if not DX:
+            g = dhidden @ w1
+            if problem.option("norm") is None:
+                dx[part] = g if given is None else g + given
+            else:
+                normed = torch.empty_like(dx[part])
+                dx[part] = plain.norm_grads(x[part], None, g, given, *stats, False, False, problem.option("norm") == "layer", xhat=normed)[
+                    0
+                ]
         if needs[1]:
             weight_grad(dhidden, normed, dw1)
         if needs[3]:
@@ -163,7 +178,7 @@ def _rows(
             stride(x), stride(dy), stride(dtotal), rows, gain(act),
             IN=width, IN_PAD=in_pad, HIDDEN=size, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=fast(info.nvidia, x.dtype),
             NORM=norm, LAYER=layer, BIAS1=b1 is not None, DBIAS1=bias, DTOTAL=dtotal is not None, TMA=tma,
-            PRECISION=precision(x.dtype, info), **config,
+            PRECISION=precision(x.dtype, info), DX=DX, **config,
         )  # fmt: skip
 
     run(choose("mlp.backward", facts(problem), info, lambda: candidates(problem, info, backward=True), run))

@@ -90,7 +90,7 @@ def mlp_bwd_kernel(
     stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows, gain,
     IN: tl.constexpr, IN_PAD: tl.constexpr, HIDDEN: tl.constexpr, OUT: tl.constexpr, OUT_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
-    BIAS1: tl.constexpr, DBIAS1: tl.constexpr, DTOTAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS1: tl.constexpr, DBIAS1: tl.constexpr, DTOTAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DX: tl.constexpr,
 ):  # fmt: skip
     """dx of BLOCK_M rows; hidden = act(z) and dhidden = dz [rows, HIDDEN]; x̂ in ``hat`` under a norm; column sums of dz in db1
     [programs, HIDDEN]."""
@@ -119,8 +119,11 @@ def mlp_bwd_kernel(
             j = h + tl.arange(0, BLOCK_H)
             valid = tl.where((i < rows)[:, None], dz, 0.0)
             tl.store(db1 + tl.program_id(0).to(tl.int64) * HIDDEN + j, tl.sum(valid, 0), mask=j < HIDDEN)
-        acc = tl.dot(rounded, up, acc, input_precision=PRECISION)
-    if NORM:
+        if DX:
+            acc = tl.dot(rounded, up, acc, input_precision=PRECISION)
+    if not DX:
+        pass
+    elif NORM:
         for c in range(0, IN_PAD, PIECE):
             part = (load_tile(x, stride_x, m, c, rows, IN, BLOCK_M, PIECE, False).to(tl.float32) - mu[:, None]) * r[:, None]
             store_tile(hat, IN, part, m, c, rows, IN, BLOCK_M, PIECE, False)

@@ -76,33 +76,38 @@ def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], ne
         zeros = (None if t is None else torch.zeros_like(t) for t in (weight, bias))
         return cast(needs, (x, weight, bias), (dtotal.clone(), *zeros))
     grads = norm_grads(rows_contiguous(x), weight, dy, dtotal, mean, rstd, needs[1], needs[2], problem.option("kind") == "layer")
-    return cast(needs, (x, weight, bias), grads)
+    return cast(needs, (x, weight, bias), grads[:3])
 
 
 def norm_grads(
     x: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None, rstd: Tensor,
-    want_weight: bool, want_bias: bool, layer: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx in x's dtype, dweight and dbias in fp32, of y = x̂ · weight + bias."""
+    want_weight: bool, want_bias: bool, layer: bool, *, normed: bool = False, want_sum: bool = False, xhat: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx in x's dtype, dweight, dbias and the column sums of dx in fp32, of y = x̂ · weight + bias.
+
+    ``normed``: x is x̂ already. ``xhat`` is filled with x̂.
+    """
     rows, c = x.shape
     info = device_info(x.device)
     dx = torch.empty((rows, c), dtype=x.dtype, device=x.device)
     programs = max(1, min(rows, 4 * info.sms))
-    dweight, dbias = (torch.zeros((programs, c), dtype=torch.float32, device=x.device) if w else None for w in (want_weight, want_bias))
+    wanted = want_weight, want_bias, want_sum
+    partial = [torch.zeros((programs, c), dtype=torch.float32, device=x.device) if w else None for w in wanted]
 
     def run(config: Config) -> None:
         from gem_kernels.triton.dense.norm_kernels import norm_bwd_kernel
 
         launch(
-            norm_bwd_kernel, (programs,), x.device, x, _row(weight), dy, dtotal, mean, rstd, dx, dweight, dbias,
+            norm_bwd_kernel, (programs,), x.device, x, _row(weight), dy, dtotal, mean, rstd, dx, xhat, *partial,
             stride(x), stride(dy), stride(dtotal), rows,
-            C=c, C_PAD=power_of_two(c), LAYER=layer, WEIGHT=weight is not None, DTOTAL=dtotal is not None,
-            DWEIGHT=want_weight, DBIAS=want_bias, **config,
+            C=c, C_PAD=power_of_two(c), LAYER=layer, NORMED=normed, WEIGHT=weight is not None, DTOTAL=dtotal is not None,
+            DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, **config,
         )  # fmt: skip
 
     if rows:
         run(choose("norm.backward", facts(c, x.dtype), info, lambda: _backward_candidates(c), run))
-    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)
+    dweight, dbias, dsum = (None if p is None else p.sum(0) for p in partial)
+    return dx, dweight, dbias, dsum
 
 
 def _backward_candidates(c: int) -> list[Config]:

@@ -14,17 +14,21 @@ from gem_kernels.triton.attention.activations import IDS, PER_HEAD, fast, gain
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 from gem_kernels.triton.common.launch import launch
-from gem_kernels.triton.dense.support import HALF, NAMES, common_support, power_of_two, precision, rows_contiguous
+from gem_kernels.triton.dense.norm import supports_width
+from gem_kernels.triton.dense.support import HALF, NAMES, common_support, power_of_two, precision, rows_contiguous, unique
 
+ROW_ELEMENTS = 4096
+"""What a program of a pass over rows works on."""
 Saved = tuple[Tensor | None, ...]
 
 
 def supports(problem: Problem) -> Supported:
-    """Head dims up to 256 (128 in fp32); any number of heads."""
+    """Head dims up to 256 (128 in fp32); rows of up to 16,384 elements over all heads."""
     widest = 256 if problem.dtype("q") in HALF else 128
     if problem.dim("D") > widest:
         return no(f"head dims up to {widest} in this dtype, got {problem.dim('D')}")
-    return common_support(problem, ("q", "k", "v"))
+    answer = supports_width(problem.dim("H") * problem.dim("D"))
+    return common_support(problem, ("q", "k", "v")) if answer else answer
 
 
 def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
@@ -40,7 +44,7 @@ def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
 
 
 def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
-    """Tiles of BLOCK_M query rows by BLOCK_N keys."""
+    """Tiles of BLOCK_M query rows by BLOCK_N keys. With all keys in one tile there is nothing to pipeline: two programs share an SM."""
     d = power_of_two(problem.dim("D"))
     if info.key == "interpreter":
         shapes = [(64, 64, 4, 1)]
@@ -48,77 +52,120 @@ def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
         shapes = [(32, 32, 4, 1)]
     elif not info.nvidia or info.key == "sm_80" or d > 128:
         shapes = [(64, 32, 8, 1), (32, 32, 4, 1)]
-    elif kernel == "forward":
-        shapes = [(64, 64, 4, 2), (64, 64, 8, 2, 128), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2, 168)]
-    elif kernel == "dq":
-        shapes = [(64, 64, 8, 2), (64, 32, 8, 2, 128), (64, 64, 8, 2, 128), (64, 32, 8, 2), (64, 32, 4, 2, 168)]
+    elif kernel == "dkdv":
+        shapes = [(64, 128, 8, 3), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 2)]
     else:
-        shapes = [(32, 128, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 2)]
+        shapes = [(64, 128, 4, 1), (64, 64, 4, 2), (128, 128, 8, 1), (128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 2)]
     keys = max(16, min(problem.option("max_k_len", 128), 128))
-    found = [{"BLOCK_M": m, "BLOCK_N": min(n, keys), "num_warps": w, "num_stages": s} for m, n, w, s, *_ in shapes]
-    for config, (*_, cap) in zip(found, (s if len(s) == 5 else (0,) for s in shapes)):
-        if cap:
-            config["maxnreg"] = cap
-    return found
+    return unique([{"BLOCK_M": m, "BLOCK_N": min(n, keys), "num_warps": w, "num_stages": s} for m, n, w, s in shapes])
+
+
+def _row_config(problem: Problem) -> Config:
+    """Of the passes over rows. Not measured: two of them work in place, so they must not be repeated."""
+    width = power_of_two(problem.dim("H") * problem.dim("D"))
+    rows = max(1, ROW_ELEMENTS // width)
+    return {"ROWS": rows, "num_warps": min(16, max(4, rows * width // 1024))}
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> tuple[Tensor, Saved]:
-    """See `gem_core.ops.norm_gdpa`: reads q, k, v, writes out; neither norm's result is in memory."""
-    rows = q.shape[0]
+    """See `gem_core.ops.norm_gdpa`. Workspace: 4 bytes a row and head."""
+    heads = problem.dim("H")
+    rows, batch = q.shape[0], q_offsets.numel() - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    stats = [torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(3)]
+    mean, rstd, out_rstd = stats = [torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(3)]
+    squares = torch.empty((heads, rows), dtype=torch.float32, device=q.device)
     tensors = [rows_contiguous(t) for t in (q, k, v)]
-    info = device_info(q.device)
+    info, eps, wide = device_info(q.device), problem.option("eps"), _wide(problem)
 
-    def run(config: Config) -> None:
+    def run_stats(config: Config) -> None:
+        from gem_kernels.triton.dense.norm_gdpa_fwd import norm_gdpa_stats_kernel
+
+        args = (tensors[0], mean, rstd, q_offsets, batch, rows, eps, *_strides(tensors[0]))
+        launch(norm_gdpa_stats_kernel, _row_grid(rows, config), q.device, *args, **wide, **config)
+
+    def run_heads(config: Config) -> None:
         from gem_kernels.triton.dense.norm_gdpa_fwd import norm_gdpa_fwd_kernel
 
-        batch = q_offsets.numel() - 1
         launch(
-            norm_gdpa_fwd_kernel, (rows // config["BLOCK_M"] + batch + 1,), q.device,
-            *tensors, out, *stats, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows,
-            problem.option("scale_in"), _gain(problem), problem.option("eps"), *_strides(*tensors), **_constants(problem, info), **config,
+            norm_gdpa_fwd_kernel, ((rows // config["BLOCK_M"] + batch + 1) * heads,), q.device,
+            *tensors, out, mean, rstd, squares, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows,
+            problem.option("scale_in"), _gain(problem), *_strides(*tensors), **_constants(problem, info), **config,
         )  # fmt: skip
 
+    def run_out(config: Config) -> None:
+        from gem_kernels.triton.dense.norm_gdpa_fwd import norm_gdpa_out_kernel
+
+        args = (tensors[0], out, squares, out_rstd, q_offsets, batch, rows, eps, *_strides(tensors[0]))
+        launch(norm_gdpa_out_kernel, _row_grid(rows, config), q.device, *args, HEADS=power_of_two(heads, 1), **wide, **config)
+
     if rows:
-        run(choose("norm_gdpa.forward", facts(problem), info, lambda: candidates(problem, info, "forward"), run))
+        known = facts(problem)
+        run_stats(_row_config(problem))
+        run_heads(choose("norm_gdpa.forward", known, info, lambda: candidates(problem, info, "forward"), run_heads))
+        run_out(_row_config(problem))
     return out, (q, k, v, q_offsets, k_offsets, out, *stats)
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:
-    """Workspace: the gradient of o, as large as q."""
+    """Workspace: the gradient of o, as large as q, and 8 bytes a row and head."""
     q, k, v, q_offsets, k_offsets, out, mean, rstd, out_rstd = saved
+    heads = problem.dim("H")
+    rows, batch = q.shape[0], q_offsets.numel() - 1
     tensors = [rows_contiguous(t) for t in (q, k, v)]
     grad = rows_contiguous(dout)
     dq, do, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, q, k, v))
-    info = device_info(q.device)
-    batch = q_offsets.numel() - 1
-    shared = (_act_ids(problem, q.device),)
+    sums = torch.empty((2, heads, rows), dtype=torch.float32, device=q.device)
+    info, wide = device_info(q.device), _wide(problem)
+    scalars = problem.option("scale_in"), _gain(problem)
+
+    def run_do(config: Config) -> None:
+        from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_do_kernel
+
+        args = (tensors[0], out, grad, out_rstd, do, q_offsets, batch, rows, *_strides(tensors[0], grad))
+        launch(norm_gdpa_bwd_do_kernel, _row_grid(rows, config), q.device, *args, **wide, **config)
+
+    def run_dl(config: Config) -> None:
+        from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_dl_kernel
+
+        launch(
+            norm_gdpa_bwd_dl_kernel, ((rows // config["BLOCK_M"] + batch + 1) * heads,), q.device,
+            *tensors, do, mean, rstd, dq, sums, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows, *scalars,
+            *_strides(*tensors), **_constants(problem, info), **config,
+        )  # fmt: skip
 
     def run_dq(config: Config) -> None:
         from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_dq_kernel
 
-        launch(
-            norm_gdpa_bwd_dq_kernel, (q.shape[0] // config["BLOCK_M"] + batch + 1,), q.device,
-            *tensors, out, grad, mean, rstd, out_rstd, do, dq, q_offsets, k_offsets, *shared,
-            batch, q.shape[0], problem.option("scale_in"), _gain(problem), *_strides(*tensors, grad), **_constants(problem, info), **config,
-        )  # fmt: skip
+        args = (tensors[0], grad, mean, rstd, sums, dq, q_offsets, batch, rows, *_strides(tensors[0], grad))
+        launch(norm_gdpa_bwd_dq_kernel, _row_grid(rows, config), q.device, *args, HEADS=power_of_two(heads, 1), **wide, **config)
 
     def run_dkdv(config: Config) -> None:
         from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_dkdv_kernel
 
-        slots = k.shape[0] // config["BLOCK_N"] + batch + 1
         launch(
-            norm_gdpa_bwd_dkdv_kernel, (slots * problem.dim("H"),), q.device,
-            *tensors, do, mean, rstd, dk, dv, q_offsets, k_offsets, *shared,
-            batch, k.shape[0], problem.option("scale_in"), _gain(problem), *_strides(*tensors), **_constants(problem, info), **config,
+            norm_gdpa_bwd_dkdv_kernel, ((k.shape[0] // config["BLOCK_N"] + batch + 1) * heads,), q.device,
+            *tensors, do, mean, rstd, dk, dv, q_offsets, k_offsets, _act_ids(problem, q.device), batch, k.shape[0], *scalars,
+            *_strides(*tensors), **_constants(problem, info), **config,
         )  # fmt: skip
 
-    if q.shape[0]:
-        run_dq(choose("norm_gdpa.dq", facts(problem), info, lambda: candidates(problem, info, "dq"), run_dq))
+    known = facts(problem)
+    if rows:
+        run_do(_row_config(problem))
+    if rows and needs[0]:
+        run_dl(choose("norm_gdpa.dl", known, info, lambda: candidates(problem, info, "dl"), run_dl))
+        run_dq(_row_config(problem))
     if k.shape[0] and (needs[1] or needs[2]):
-        run_dkdv(choose("norm_gdpa.dkdv", facts(problem), info, lambda: candidates(problem, info, "dkdv"), run_dkdv))
+        run_dkdv(choose("norm_gdpa.dkdv", known, info, lambda: candidates(problem, info, "dkdv"), run_dkdv))
     return tuple(g if need else None for g, need in zip((dq, dk, dv), needs))
+
+
+def _row_grid(rows: int, config: Config) -> tuple[int]:
+    return (-(-rows // config["ROWS"]),)
+
+
+def _wide(problem: Problem) -> dict[str, int]:
+    heads, d = problem.dim("H"), problem.dim("D")
+    return {"H": heads, "D": d, "COLUMNS": power_of_two(heads * d)}
 
 
 def _strides(*tensors: Tensor) -> list[int]:

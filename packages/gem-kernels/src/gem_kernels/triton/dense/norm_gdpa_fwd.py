@@ -1,14 +1,14 @@
-"""Triton forward kernel of `norm_gdpa`: l = LN(q), o = gdpa(l, k, v) + l, out = RMSNorm(o) + q, norms over all heads of a row.
+"""Triton forward kernels of `norm_gdpa`: l = LN(q), o = gdpa(l, k, v) + l, out = RMSNorm(o) + q, norms over all heads of a row.
 
-A program owns BLOCK_M query rows of one sample with all their heads, because both norms run over H·D. Slots of rows are found as in
-block_attention (`gem_kernels.triton.block.kernels`). Nothing but q, k, v is read and nothing but out (and three row statistics) is
-written:
+Both norms run over H·D, a product over one head only: a program that owned whole rows would hold so much that its loads and its products
+had to take turns. So there are three passes, each bound by what it has to move, and l is never in memory:
 
-    pass 1   every head of q: mean and squared deviations of the rows
-    pass 2   head by head: S = l kᵀ, o = act(S) v + l; o waits in out, Σo² in registers
-    pass 3   head by head, from the cache: out = o · out_rstd + q
+    rows     mean and rstd of q                                              reads q
+    heads    o = act(l kᵀ) v + l, l = (q − mean) · rstd made in registers    reads q, k, v    writes o (into out), Σo² of the head
+    rows     out = o · out_rstd + q                                          reads o, q       writes out, in place
 
-Key rows beyond a sample are loaded as zeros; masked scores are 0 before the activation and act(0) = 0.
+Slots of rows are found as in block_attention (`gem_kernels.triton.block.kernels`). Key rows beyond a sample are loaded as zeros; masked
+scores are 0 before the activation and act(0) = 0. Rows past the last offset get zeros from the passes over rows; the others skip them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gem_kernels.triton.attention.activations import _value, activate
+from gem_kernels.triton.attention.activations import activate
 from gem_kernels.triton.block.kernels import locate
 
 
@@ -46,76 +46,100 @@ def normed(x, mu, r, D: tl.constexpr, DP: tl.constexpr):
     return l.to(x.dtype)
 
 
+@triton.jit
+def load_rows(pointer, stride_row: tl.constexpr, stride_head: tl.constexpr, row, end, H: tl.constexpr, D: tl.constexpr,
+              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """[ROWS, COLUMNS] fp32: all heads of the rows from ``row`` on, zeros from row ``end`` and column H · D on."""
+    i = row + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    at = c if stride_head == D else c // D * stride_head + c % D
+    mask = (i < end)[:, None] & (c < H * D)[None, :]
+    return tl.load(pointer + i[:, None] * stride_row + at[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(pointer, tile, row, rows, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The converse for a contiguous [rows, H, D]."""
+    i = row + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    mask = (i < rows)[:, None] & (c < H * D)[None, :]
+    tl.store(pointer + i[:, None] * (H * D) + c[None, :], tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def over_heads(partial, row, rows, H: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Sum over the heads of ``partial [H, rows]``, of ROWS rows; HEADS is H rounded up."""
+    i = row + tl.arange(0, ROWS)
+    h = tl.arange(0, HEADS)
+    mask = (h < H)[:, None] & (i < rows)[None, :]
+    return tl.sum(tl.load(partial + h.to(tl.int64)[:, None] * rows + i[None, :], mask=mask, other=0.0), 0)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_stats_kernel(
+    q, mean, rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Mean and rstd of ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    x = load_rows(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    mu = tl.sum(x, 1) / (H * D)
+    away = tl.where((tl.arange(0, COLUMNS) < H * D)[None, :], x - mu[:, None], 0.0)
+    tl.store(mean + i, mu, mask=i < rows)
+    tl.store(rstd + i, tl.where(i < end, tl.rsqrt(tl.sum(away * away, 1) / (H * D) + eps), 0.0), mask=i < rows)
+
+
 @triton.jit(do_not_specialize=["batch", "total_rows"])
 def norm_gdpa_fwd_kernel(
-    q, k, v, out, mean, rstd, out_rstd, q_offsets, k_offsets, act_ids,
-    batch, total_rows, scale_in, gain, eps,
+    q, k, v, o, mean, rstd, squares, q_offsets, k_offsets, act_ids, batch, total_rows, scale_in, gain,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
     stride_vn: tl.constexpr, stride_vh: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    sample, start, rows, _position = locate(q_offsets, tl.program_id(0).to(tl.int64), batch, total_rows, BLOCK_M)
-    if rows > 0:
+    """o of BLOCK_M rows of one head, and the row sums of its squares [H, total_rows]."""
+    pid = tl.program_id(0).to(tl.int64)
+    h = pid % H
+    sample, start, rows, _position = locate(q_offsets, pid // H, batch, total_rows, BLOCK_M)
+    if (rows > 0) & (sample < batch):
         i = tl.arange(0, BLOCK_M)
-        valid = i < rows
-        stride_on: tl.constexpr = H * D
-        out += start * stride_on
-        if sample == batch:
-            zero = tl.zeros([BLOCK_M], tl.float32)
-            for h in range(H):
-                store_head(out + h * D, tl.zeros([BLOCK_M, DP], tl.float32), stride_on, rows, BLOCK_M, D, DP)
-            tl.store(mean + start + i, zero, mask=valid)
-            tl.store(rstd + start + i, zero, mask=valid)
-            tl.store(out_rstd + start + i, zero, mask=valid)
-        else:
-            q += start * stride_qn
-            begin = tl.load(k_offsets + sample).to(tl.int64)
-            keys = (tl.load(k_offsets + sample + 1).to(tl.int64) - begin).to(tl.int32)
-            k += begin * stride_kn
-            v += begin * stride_vn
-            mu = tl.zeros([BLOCK_M], tl.float32)
-            spread = tl.zeros([BLOCK_M], tl.float32)
-            for h in range(H):  # mean and squared deviations, head by head (Chan, Golub, LeVeque 1979)
-                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP).to(tl.float32)
-                head_mean = tl.sum(x, 1) / D
-                away = tl.where((tl.arange(0, DP) < D)[None, :], x - head_mean[:, None], 0.0)
-                gap = head_mean - mu
-                mu += gap / (h + 1)
-                spread += tl.sum(away * away, 1) + gap * gap * (D * h / (h + 1))
-            r = tl.rsqrt(spread / (H * D) + eps)
-            squares = tl.zeros([BLOCK_M], tl.float32)
-            # One loop over heads and key tiles, so that the loads of the next head run during the products of this one.
-            steps = tl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 1)
-            acc = tl.zeros([BLOCK_M, DP], tl.float32)
-            for step in tl.range(0, H * steps):
-                h = step // steps
-                n = (step - h * steps) * BLOCK_N
-                at = tl.cast(n, tl.int64)
-                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
-                k_tile = load_head(k + h * stride_kh + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
-                v_tile = load_head(v + h * stride_vh + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
-                act_id = 0
-                if act_ids is not None:
-                    act_id = tl.load(act_ids + h)
-                l = normed(x, mu, r, D, DP)
-                s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
-                if ACT == 64:  # heads differ
-                    p = activate(s, act_id, ACT, ACT_SET, FAST)
-                else:
-                    p = _value(s, ACT, FAST)
-                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-                if n + BLOCK_N >= keys:
-                    o = acc * gain + l.to(tl.float32)
-                    squares += tl.sum(o * o, 1)
-                    store_head(out + h * D, o, stride_on, rows, BLOCK_M, D, DP)
-                    acc = tl.zeros([BLOCK_M, DP], tl.float32)
-            r2 = tl.rsqrt(squares / (H * D) + eps)
-            tl.store(mean + start + i, mu, mask=valid)
-            tl.store(rstd + start + i, r, mask=valid)
-            tl.store(out_rstd + start + i, r2, mask=valid)
-            tl.debug_barrier()
-            for h in range(H):
-                o = load_head(out + h * D, stride_on, rows, BLOCK_M, D, DP).to(tl.float32)
-                x = load_head(q + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP).to(tl.float32)
-                store_head(out + h * D, o * r2[:, None] + x, stride_on, rows, BLOCK_M, D, DP)
+        begin = tl.load(k_offsets + sample).to(tl.int64)
+        keys = (tl.load(k_offsets + sample + 1).to(tl.int64) - begin).to(tl.int32)
+        k += begin * stride_kn + h * stride_kh
+        v += begin * stride_vn + h * stride_vh
+        act_id = 0
+        if act_ids is not None:
+            act_id = tl.load(act_ids + h)
+        x = load_head(q + start * stride_qn + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
+        mu = tl.load(mean + start + i, mask=i < rows, other=0.0)
+        r = tl.load(rstd + start + i, mask=i < rows, other=0.0)
+        l = normed(x, mu, r, D, DP)
+        acc = tl.zeros([BLOCK_M, DP], tl.float32)
+        for n in tl.range(0, keys, BLOCK_N):
+            at = tl.cast(n, tl.int64)
+            k_tile = load_head(k + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
+            v_tile = load_head(v + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
+            s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
+            p = activate(s, act_id, ACT, ACT_SET, FAST)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        acc = acc * gain + l.to(tl.float32)
+        tl.store(squares + h * total_rows + start + i, tl.sum(acc * acc, 1), mask=i < rows)
+        store_head(o + start * (H * D) + h * D, acc, H * D, rows, BLOCK_M, D, DP)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_out_kernel(
+    q, out, squares, out_rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out = o · out_rstd + q of ROWS rows, o being what ``out`` holds."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    x = load_rows(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    o = load_rows(out, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    r2 = tl.where(i < end, tl.rsqrt(over_heads(squares, row, rows, H, HEADS, ROWS) / (H * D) + eps), 0.0)
+    tl.store(out_rstd + i, r2, mask=i < rows)
+    store_rows(out, o * r2[:, None] + x, row, rows, H, D, ROWS, COLUMNS)

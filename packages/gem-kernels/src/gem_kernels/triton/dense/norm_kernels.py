@@ -42,24 +42,32 @@ def norm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_bwd_kernel(
-    x, weight, dy, dtotal, mean, rstd, dx, dweight, dbias, stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows,
-    C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr,
-    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    x, weight, dy, dtotal, mean, rstd, dx, xhat, dweight, dbias, dsum,
+    stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows,
+    C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr, NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DSUM: tl.constexpr,
 ):  # fmt: skip
-    """dx (+ dtotal) of every program's share of the rows, and one row of partial sums of dweight and dbias [programs, C] fp32."""
+    """dx (+ dtotal) of every program's share of the rows, and one row of partial sums of dweight, dbias and dx [programs, C] fp32.
+
+    NORMED: ``x`` holds x̂. Where ``xhat`` is given, x̂ is stored there.
+    """
     c = tl.arange(0, C_PAD)
     scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :] if WEIGHT else 1.0
     dweight_sum = tl.zeros([C_PAD], tl.float32)
     dbias_sum = tl.zeros([C_PAD], tl.float32)
+    dx_sum = tl.zeros([C_PAD], tl.float32)
     blocks = tl.cdiv(rows, ROWS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         i = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i < rows)[:, None] & (c < C)[None, :]
         r = tl.load(rstd + i, mask=i < rows, other=0.0)[:, None]
         hat = tl.load(x + i[:, None] * stride_x + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        if LAYER:
-            hat = tl.where(mask, hat - tl.load(mean + i, mask=i < rows, other=0.0)[:, None], 0.0)
-        hat = hat * r
+        if not NORMED:
+            if LAYER:
+                hat = tl.where(mask, hat - tl.load(mean + i, mask=i < rows, other=0.0)[:, None], 0.0)
+            hat = hat * r
+        if xhat is not None:
+            tl.store(xhat + i[:, None] * C + c[None, :], hat.to(xhat.dtype.element_ty), mask=mask)
         g = tl.load(dy + i[:, None] * stride_dy + c[None, :], mask=mask, other=0.0).to(tl.float32)
         if DWEIGHT:
             dweight_sum += tl.sum(g * hat, 0)
@@ -70,6 +78,8 @@ def norm_bwd_kernel(
         if LAYER:
             d = d - (tl.sum(g, 1) / C)[:, None]
         d = d * r
+        if DSUM:
+            dx_sum += tl.sum(tl.where((c < C)[None, :], d, 0.0), 0)
         if DTOTAL:
             d = d + tl.load(dtotal + i[:, None] * stride_dt + c[None, :], mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + i[:, None] * C + c[None, :], d.to(dx.dtype.element_ty), mask=mask)
@@ -78,3 +88,5 @@ def norm_bwd_kernel(
         tl.store(dweight + partial, dweight_sum, mask=c < C)
     if DBIAS:
         tl.store(dbias + partial, dbias_sum, mask=c < C)
+    if DSUM:
+        tl.store(dsum + partial, dx_sum, mask=c < C)

@@ -11,6 +11,7 @@ from gem_core.ops.contract import Problem, Supported
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.dense import norm as plain
 from gem_kernels.triton.dense.support import (
     HALF,
     NAMES,
@@ -24,8 +25,10 @@ from gem_kernels.triton.dense.support import (
     source,
     stride,
     unique,
+    weight_grad,
 )
 
+COMPOSITE = True
 Saved = tuple[Tensor | None, ...]
 
 
@@ -108,11 +111,19 @@ def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], ne
     if dy is None:
         return cast(needs, inputs, (dtotal.clone(), *(None if t is None else torch.zeros_like(t) for t in inputs[1:])))
     x = rows_contiguous(x)
-    dx = _dx(problem, x, fold(w, norm_weight), dy, dtotal, mean, rstd) if needs[0] else None
+    folded = fold(w, norm_weight)
+    want_dw = needs[1] or needs[3]
+    if COMPOSITE and x.dtype in HALF and power_of_two(x.shape[1]) <= plain.WIDEST and needs[0]:
+        xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dw else None
+        layer = problem.option("kind") == "layer"
+        dx = plain.norm_grads(x, None, dy @ folded, dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
+        dw = None if xhat is None else weight_grad(dy, xhat)
+    else:
+        dx = _dx(problem, x, folded, dy, dtotal, mean, rstd) if needs[0] else None
+        dw = _products(problem, x, dy, mean, rstd) if want_dw else None
     db = column_sum(dy) if needs[2] or (norm_bias is not None and (needs[1] or needs[4])) else None
-    dw = dnorm_weight = dnorm_bias = None
-    if needs[1] or needs[3]:
-        dw = _products(problem, x, dy, mean, rstd)
+    dnorm_weight = dnorm_bias = None
+    if dw is not None:
         if norm_weight is not None:
             dnorm_weight = (dw * w.float()).sum(0)
             dw = dw * norm_weight.float()

@@ -17,9 +17,9 @@ class Plugin:
 
     @hookimpl
     def gem_kernels(self) -> list[KernelSpec]:
-        from gem_kernels import eager, triton
+        from gem_kernels import eager, native, triton
 
-        return [*eager.specs(), *triton.specs()]
+        return [*eager.specs(), *native.specs(), *triton.specs()]
 
     @hookimpl
     def gem_commands(self, app: CommandGroups) -> None:

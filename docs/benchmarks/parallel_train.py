@@ -20,6 +20,7 @@ from typing import Any
 
 from gem_core.bench import ladder
 from gem_core.bench.ladder import Row
+from gem_core.hookspecs import LadderSpec
 
 TORCHREC_1D = ("parallel.sparse=torchrec",)
 TORCHREC_2D = ("parallel.sparse=torchrec-2d",)
@@ -59,17 +60,11 @@ def speed(out: Path, args: argparse.Namespace) -> None:
     """Times of training steps; ``scaling`` is samples a second and GPU over those of one GPU."""
     config = configuration(out, args, f'source = "random"\n[data.random]\npreset = "{args.preset}"')
     gathered = "bf16" if args.recipe == "bf16" else "fp32"
-    ladder.LADDERS["parallel"] = tuple(r for r in rows(args.gpus, gathered) if not args.row or r.name in args.row)
-    found = ladder.climb(
-        str(config), "parallel", preset=args.preset, batch_size=args.batch, steps=args.steps, warmup=args.warmup,
+    spec = LadderSpec("parallel", lambda config, devices: rows(args.gpus, gathered), profile=args.profile)
+    ladder.climb(
+        str(config), spec, rows=args.row, preset=args.preset, batch_size=args.batch, steps=args.steps, warmup=args.warmup,
         budget_s=args.budget, row_limit_s=args.row_limit, overrides=args.overrides, out=out, say=lambda line: print(line, flush=True),
     )  # fmt: skip
-    alone = next((r["samples_per_s"] for r in found if r["gpus"] == 1 and "error" not in r), None)
-    for row in found:
-        if alone and "error" not in row and row["gpus"] > 1:
-            row["scaling"] = row["samples_per_s"] / row["gpus"] / alone
-            print(f"{row['row']:30} {row['gpus']} GPUs: weak scaling {row['scaling']:.1%}", flush=True)
-    (out / f"parallel-{args.preset}.json").write_text(json.dumps({"batch_a_gpu": args.batch, "rows": found}, indent=1) + "\n")
 
 
 def equal(out: Path, args: argparse.Namespace) -> None:
@@ -192,6 +187,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--row", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--profile", action="store_true", help="speed: times of communication, from three more steps")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for all rows")
     parser.add_argument("--row-limit", type=float, default=150.0, help="seconds for one row")
     parser.add_argument("--runs", default="/tmp/parallel-runs", help="run folders of ne")

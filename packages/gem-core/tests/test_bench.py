@@ -11,7 +11,8 @@ from gem_core.bench import ladder, local, step
 from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
 from gem_core.config import config_from_dict
-from gem_core.errors import ConfigError, RunError
+from gem_core.errors import ConfigError, PluginError, RunError
+from gem_core.hookspecs import LadderSpec
 
 
 def config(**data):
@@ -46,29 +47,32 @@ def test_padding_is_waste_and_adds_no_flops():
 
 def test_rows_are_written_one_by_one_and_a_failing_one_tells_why(tmp_path, monkeypatch):
     rows = (ladder.Row("good"), ladder.Row("bad", ("model.sequence.heads=3",)), ladder.Row("late"))
-    monkeypatch.setitem(ladder.LADDERS, "test", rows)
+    spec = LadderSpec("test", lambda config, devices: rows, lambda config, gpus, cluster: {"step_ms": 50.0, "memory_bytes": 2.0**30})
     path = tmp_path / "c.toml"
     path.write_text(
         '[run]\ndevice="cpu"\n[data]\nsource="random"\n[data.random]\npreset="tiny"\n[model]\nlayers=1\n[model.sequence]\ndim=32\nheads=2\n'
     )
-    clock = iter([0.0, 0.0, 1.0, 1e6])
+    clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 1e6, 1e6])
     monkeypatch.setattr(ladder.time, "monotonic", lambda: next(clock))
     said = []
-    done = ladder.climb(str(path), "test", preset="tiny", batch_size=8, steps=1, warmup=1, out=tmp_path, say=said.append)
+    done = ladder.climb(str(path), spec, preset="tiny", batch_size=8, steps=1, warmup=1, out=tmp_path, cluster=tmp_path, say=said.append)
     assert done[0]["step_ms"] > 0
     assert "heads 3" in done[1]["error"]
     assert "time is up" in done[2]["error"]
-    assert len(said) == 3
+    assert len(said) == 4
+    assert "predicted ms" in said[0]
+    assert f"50.0 ({50 / done[0]['step_ms'] - 1:+.0%})" in said[1]
+    assert (tmp_path / "train-tiny-test.svg").read_text().count("<line") == 1
     stored = json.loads((tmp_path / "train-tiny-test.json").read_text())
     assert [r["row"] for r in stored["rows"]] == ["good", "bad", "late"]
     assert "| good | 1 |" in (tmp_path / "train-tiny-test.md").read_text()
 
 
 def test_unknown_ladders_and_rows_are_errors():
-    with pytest.raises(ConfigError, match="no ladder 'x'"):
-        ladder.climb("c.toml", "x", preset="tiny")
+    with pytest.raises(PluginError, match="no ladder called 'x'"):
+        ladder.climb(None, "x", preset="tiny")
     with pytest.raises(ConfigError, match="no row 'y'"):
-        ladder.climb("c.toml", "efficiency", preset="tiny", rows=["y"])
+        ladder.climb(None, "efficiency", preset="tiny", rows=["y"])
 
 
 def test_parts_cover_the_models_flops(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from gem_core.hookspecs import GEM_API, KernelSpec, MetricSpec, ModelSpec, RecipeSpec, SourceSpec, StrategySpec, hookimpl
+from gem_core.hookspecs import GEM_API, KernelSpec, LadderSpec, MetricSpec, ModelSpec, RecipeSpec, SourceSpec, StrategySpec, hookimpl
 
 
 def _offered(module: str, function: str = "builtin_specs") -> list[Any]:
@@ -40,6 +40,10 @@ class BuiltinPlugin:
     @hookimpl
     def gem_sparse_strategies(self) -> list[StrategySpec]:
         return _offered("gem_core.train", "builtin_sparse_strategies")
+
+    @hookimpl
+    def gem_ladders(self) -> list[LadderSpec]:
+        return _offered("gem_core.bench.ladder")
 
     @hookimpl
     def gem_metrics(self) -> list[MetricSpec]:

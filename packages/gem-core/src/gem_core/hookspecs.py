@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import pluggy
@@ -26,7 +27,9 @@ import pluggy
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from gem_core.bench.ladder import Row
     from gem_core.cli.groups import CommandGroups
+    from gem_core.config import Config
     from gem_core.ops.contract import Problem, Supported
     from gem_core.train.collective import Gatherer, GatherOptions, Topology
 
@@ -137,6 +140,21 @@ class CollectiveSpec:
 
 
 @dataclass(frozen=True)
+class LadderSpec:
+    """Rows of ``gemrec bench train``: ``rows(config, devices) -> Sequence[gem_core.bench.ladder.Row]`` for so many devices.
+
+    ``predict(config, gpus, cluster) -> {"step_ms": ..., "memory_bytes": ...}``, where it exists, is told beside each row when the user
+    names a cluster file. ``profile``: three more steps of each row run under the profiler, for the columns that it gives.
+    """
+
+    kind: ClassVar[str] = "ladder"
+    name: str
+    rows: Callable[[Config, int], Sequence[Row]]
+    predict: Callable[[Config, int, Path], Mapping[str, float]] | None = None
+    profile: bool = False
+
+
+@dataclass(frozen=True)
 class MetricSpec:
     """A metric: ``build(config) -> gem_core.metrics.Metric`` (update, merge, compute over a whole evaluation set)."""
 
@@ -212,6 +230,10 @@ class GemHooks:
     @hookspec
     def gem_collectives(self) -> list[CollectiveSpec]:  # type: ignore[empty-body]
         """Offer collective back ends."""
+
+    @hookspec
+    def gem_ladders(self) -> list[LadderSpec]:  # type: ignore[empty-body]
+        """Offer lists of configurations that `gemrec bench train` measures."""
 
     @hookspec
     def gem_metrics(self) -> list[MetricSpec]:  # type: ignore[empty-body]

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, type[Any]]] = {
     "dense_strategy": ("gem_dense_strategies", hookspecs.StrategySpec),
     "sparse_strategy": ("gem_sparse_strategies", hookspecs.StrategySpec),
     "collective": ("gem_collectives", hookspecs.CollectiveSpec),
+    "ladder": ("gem_ladders", hookspecs.LadderSpec),
     "metric": ("gem_metrics", hookspecs.MetricSpec),
     "callback": ("gem_callbacks", hookspecs.CallbackSpec),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gem_core.hookspecs import CallbackSpec, CollectiveSpec, StrategySpec, hookimpl
+from gem_core.hookspecs import CallbackSpec, CollectiveSpec, LadderSpec, StrategySpec, hookimpl
 
 if TYPE_CHECKING:
     from gem_core.cli.groups import CommandGroups
@@ -36,6 +36,12 @@ class Plugin:
         from gem_parallel import collectives
 
         return collectives.specs()
+
+    @hookimpl
+    def gem_ladders(self) -> list[LadderSpec]:
+        from gem_parallel.bench import scaling
+
+        return [scaling.SPEC]
 
     @hookimpl
     def gem_callbacks(self) -> list[CallbackSpec]:

@@ -10,10 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gem_core.config import load_config
 from gem_core.errors import ConfigError, RunError
+from gem_core.hookspecs import LadderSpec
+from gem_core.plugins import manager
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,20 @@ EFFICIENCY = (
     Row("+ compile", ("train.compile=true",)),
     Row("+ fused tables", ("train.compile=true", "parallel.sparse=fbgemm")),
 )
-LADDERS: dict[str, tuple[Row, ...]] = {"efficiency": EFFICIENCY}
+
+
+def builtin_specs() -> list[LadderSpec]:
+    return [LadderSpec("efficiency", lambda config, devices: EFFICIENCY)]
+
 
 COLUMNS = ("row", "gpus", "step ms", "samples/s", "TFLOP/s", "MFU", "wasted", "memory GiB", "first step s", "imbalance")
+SEVERAL = (*COLUMNS, "scaling", "exposed ms", "predicted ms", "predicted GiB")
+"""Columns of a ladder whose rows run on several devices or are predicted."""
 
 
 def climb(
     config: str,
-    ladder: str,
+    ladder: str | LadderSpec,
     *,
     preset: str,
     overrides: Sequence[str] = (),
@@ -53,35 +65,58 @@ def climb(
     row_limit_s: float = 240.0,
     out: Path | None = None,
     profile: bool = False,
+    devices: int | None = None,
+    cluster: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Measure the rows of a ladder and write ``train-<preset>.json`` and ``.md`` into ``out``, after every row.
+    """Measure the rows of a ladder and write ``train-<preset>.json``, ``.md`` and, for one of several devices, ``.svg`` into ``out``, after
+    every row.
 
     A row that fails is recorded with its error; no row is started after ``budget_s``, and none runs longer than ``row_limit_s``.
 
-    :raises ConfigError: an unknown ladder or row.
+    :param devices: most devices of a row; None: those of this machine.
+    :param cluster: cluster file that rows are predicted for, where the ladder can.
+    :raises PluginError: an unknown ladder.
+    :raises ConfigError: an unknown row.
     """
-    if ladder not in LADDERS:
-        raise ConfigError(f"there is no ladder {ladder!r}", where="--ladder", fix=f"use one of {', '.join(LADDERS)}")
-    names = [row.name for row in LADDERS[ladder]]
+    spec: LadderSpec = manager().find("ladder", ladder) if isinstance(ladder, str) else ladder
+    batch = [f"data.batch_size={batch_size}"]
+    every = spec.rows(load_config(config, [*overrides, *batch]), devices or torch.cuda.device_count() or 1)
+    names = [row.name for row in every]
     unknown = sorted(set(rows) - set(names))
     if unknown:
         raise ConfigError(f"the ladder has no row {unknown[0]!r}", where="--row", fix=f"its rows: {', '.join(names)}")
-    chosen = [row for row in LADDERS[ladder] if not rows or row.name in rows]
+    chosen = [row for row in every if not rows or row.name in rows]
     began, done = time.monotonic(), []
+    columns = SEVERAL if spec.profile or cluster or any(row.gpus > 1 for row in chosen) else COLUMNS
+    say("  ".join(f"{name:>12}" if i else f"{name:28}" for i, name in enumerate(columns)))
     for row in chosen:
         left = budget_s - (time.monotonic() - began)
+        record: dict[str, Any] = {"row": row.name, "gpus": row.gpus}
+        if cluster is not None and spec.predict is not None:
+            # Beside the row's own start it would take processor time from it, so before.
+            record["predicted"] = dict(spec.predict(load_config(config, [*overrides, *batch, *row.overrides]), row.gpus, cluster))
+            left = budget_s - (time.monotonic() - began)
         if left < 20:
-            record: dict[str, Any] = {"row": row.name, "gpus": row.gpus, "error": "not started: the time is up"}
+            record["error"] = "not started: the time is up"
         else:
             folder = out / "profile" / row.name.strip("+ ").replace(" ", "-") if out is not None and profile else None
             command = _command(config, row, overrides, batch_size, steps, warmup, folder)
-            record = {"row": row.name, "gpus": row.gpus, **_run(command, min(left, row_limit_s))}
+            record |= _run([*command, "--summary"] if spec.profile and folder is None else command, min(left, row_limit_s))
         done.append(record)
-        say(line(record))
+        _scaling(done)
+        say(line(record, columns))
         if out is not None:
-            _write(out, preset, ladder, done, config, overrides)
+            _write(out, preset, spec.name, done, overrides, columns)
     return done
+
+
+def _scaling(records: Sequence[dict[str, Any]]) -> None:
+    """Weak scaling of the last record: samples a second and device over those of the first record of one device."""
+    alone = next((r["samples_per_s"] for r in records if r["gpus"] == 1 and "error" not in r), None)
+    last = records[-1]
+    if alone and "error" not in last and last["gpus"] > 1:
+        last["scaling"] = last["samples_per_s"] / last["gpus"] / alone
 
 
 def _command(config: str, row: Row, overrides: Sequence[str], batch: int, steps: int, warmup: int, profile: Path | None) -> list[str]:
@@ -112,43 +147,72 @@ def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     return {**json.loads(found), "command": shlex.join(command)}
 
 
-def cells(record: dict[str, Any]) -> list[str]:
-    """The values of a record in the order of `COLUMNS`."""
-    if "error" in record:
-        return [record["row"], str(record["gpus"]), record["error"], *[""] * (len(COLUMNS) - 3)]
+def cells(record: dict[str, Any], columns: Sequence[str] = COLUMNS) -> list[str]:
+    """The values of a record in the order of ``columns``."""
+    predicted, profiled = record.get("predicted") or {}, record.get("profile") or {}
 
-    def number(key: str, form: str, factor: float = 1.0) -> str:
-        value = record.get(key)
+    def number(value: float | None, form: str, factor: float = 1.0) -> str:
         return "" if value is None else format(value * factor, form)
 
-    return [
-        record["row"],
-        str(record["gpus"]),
-        number("step_ms", ".1f"),
-        number("samples_per_s", ",.0f"),
-        number("tflops", ".1f"),
-        number("mfu", ".1%") or "n/a",
-        number("wasted", ".0%"),
-        number("peak_memory_bytes", ".1f", 2.0**-30),
-        number("first_step_s", ".1f"),
-        number("imbalance", ".3f"),
-    ]
+    def off(value: float | None, measured: float | None) -> str:
+        return f" ({value / measured - 1:+.0%})" if value and measured else ""
+
+    step, memory = record.get("step_ms"), record.get("peak_memory_bytes")
+    texts = {
+        "row": record["row"],
+        "gpus": str(record["gpus"]),
+        "step ms": record.get("error") or number(step, ".1f"),
+        "samples/s": number(record.get("samples_per_s"), ",.0f"),
+        "TFLOP/s": number(record.get("tflops"), ".1f"),
+        "MFU": number(record.get("mfu"), ".1%") or ("" if "error" in record else "n/a"),
+        "wasted": number(record.get("wasted"), ".0%"),
+        "memory GiB": number(memory, ".1f", 2.0**-30),
+        "first step s": number(record.get("first_step_s"), ".1f"),
+        "imbalance": number(record.get("imbalance"), ".3f"),
+        "scaling": number(record.get("scaling"), ".1%"),
+        "exposed ms": number(profiled.get("exposed_ms"), ".1f"),
+        "predicted ms": number(predicted.get("step_ms"), ".1f") + off(predicted.get("step_ms"), step),
+        "predicted GiB": number(predicted.get("memory_bytes"), ".1f", 2.0**-30) + off(predicted.get("memory_bytes"), memory),
+    }
+    return [texts[column] for column in columns]
 
 
-def line(record: dict[str, Any]) -> str:
+def line(record: dict[str, Any], columns: Sequence[str] = COLUMNS) -> str:
     """One row as text."""
-    return "  ".join(f"{value:>12}" if i else f"{value:28}" for i, value in enumerate(cells(record)))
+    return "  ".join(f"{value:>12}" if i else f"{value:28}" for i, value in enumerate(cells(record, columns)))
 
 
-def markdown(title: str, records: Sequence[dict[str, Any]], header: Sequence[str]) -> str:
-    lines = [f"# {title}", "", *header, "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells(r)) + " |" for r in records]
+def markdown(title: str, records: Sequence[dict[str, Any]], header: Sequence[str], columns: Sequence[str] = COLUMNS) -> str:
+    lines = [f"# {title}", "", *header, "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cells(r, columns)) + " |" for r in records]
     reasons = {r["mfu_peak"]["reason"] for r in records if "mfu_peak" in r and r["mfu_peak"]["reason"]}
     lines += ["", *(f"MFU n/a: {reason}." for reason in sorted(reasons))]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _write(out: Path, preset: str, ladder: str, records: Sequence[dict[str, Any]], config: str, overrides: Sequence[str]) -> None:
+def picture(records: Sequence[dict[str, Any]]) -> str:
+    """Bars of the steps' times as SVG; a stroke marks the prediction, the dark part is exposed communication."""
+    shown = [r for r in records if "error" not in r]
+    most = max((max(r["step_ms"], (r.get("predicted") or {}).get("step_ms", 0.0)) for r in shown), default=1.0)
+    left, width, height = 330, 420, 22
+    parts = []
+    for i, r in enumerate(shown):
+        y, scale = 8 + i * height, width / most
+        exposed = (r.get("profile") or {}).get("exposed_ms") or 0.0
+        parts.append(f"<text x='{left - 8}' y='{y + 12}' text-anchor='end'>{escape(r['row'])}</text>")
+        parts.append(f"<rect x='{left}' y='{y}' width='{r['step_ms'] * scale:.1f}' height='15' fill='#1f6feb'/>")
+        parts.append(f"<rect x='{left}' y='{y}' width='{exposed * scale:.1f}' height='15' fill='#0b3d91'/>")
+        if "predicted" in r:
+            x = left + r["predicted"]["step_ms"] * scale
+            parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{y - 3}' y2='{y + 18}' stroke='#d1622b' stroke-width='2'/>")
+        parts.append(f"<text x='{left + width + 8}' y='{y + 12}'>{r['step_ms']:.1f} ms</text>")
+    size = f"width='{left + width + 90}' height='{16 + height * len(shown)}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {size} font-family='sans-serif' font-size='12'>{''.join(parts)}</svg>\n"
+
+
+def _write(
+    out: Path, preset: str, ladder: str, records: Sequence[dict[str, Any]], overrides: Sequence[str], columns: Sequence[str]
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     name = f"train-{preset}" + ("" if ladder == "efficiency" else f"-{ladder}")
     (out / f"{name}.json").write_text(json.dumps({"ladder": ladder, "overrides": list(overrides), "rows": list(records)}, indent=1) + "\n")
@@ -156,4 +220,6 @@ def _write(out: Path, preset: str, ladder: str, records: Sequence[dict[str, Any]
     versions = ", ".join(f"{k} {v}" for k, v in first.get("versions", {}).items())
     machine = f"{first.get('device', '')}; {versions}; seed 0, random log of the preset."
     header = [machine, "FLOPs are those of real events; times are medians of 5-step windows."]
-    (out / f"{name}.md").write_text(markdown(f"Training step of `{preset}`", records, header))
+    (out / f"{name}.md").write_text(markdown(f"Training step of `{preset}`", records, header, columns))
+    if columns != COLUMNS:
+        (out / f"{name}.svg").write_text(picture(records))

@@ -27,7 +27,7 @@ from gem_core.requests import history_lengths
 from gem_core.train.build import build_parts, build_source
 from gem_core.train.feed import Feed, grouped
 from gem_core.train.measure import PHASES, Meter, peak, peak_memory
-from gem_core.train.profile import activities, write
+from gem_core.train.profile import activities, events_of, summarise, write
 from gem_core.train.runfolder import device_name, environment
 from gem_core.train.runtime import Runtime, runtime
 from gem_core.train.step import Outcomes, TrainStep
@@ -36,13 +36,14 @@ WINDOW = 5
 """Steps between two readings of the clock."""
 
 
-def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path | None = None) -> dict[str, Any]:
+def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path | None = None, profiled: bool = False) -> dict[str, Any]:
     """Run ``warmup`` and then ``steps`` training steps; returns what one device does and needs.
 
     ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
     of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
     optimizer a step, ``first_step_s``, ``peak_memory_bytes``, the losses, and the imbalance (max over mean work of the ranks).
-    ``traces`` is a folder for a trace and a summary of three more steps, whose times (of rank 0) are then in ``profile``.
+    ``profiled``: three more steps run under the profiler, and their times (of rank 0) are in ``profile``; ``traces`` is a folder for the
+    trace and the summary with its kernels.
 
     :raises GemError: what training would raise.
     """
@@ -92,10 +93,10 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         memory = max(rt.gather_objects(peak_memory(rt.device)))
         for batches, _ in (next(groups) for _ in range(4)):
             padded += [(fed.host.tokens, _real_events(fed.host)) for fed in batches]
-        profiled = None if traces is None else _profile(lambda: run(1), rt, traces)
+        times = _profile(lambda: run(1), rt, traces) if profiled or traces is not None else None
         result = _summary(windows, rt)
         return result | {
-            "profile": profiled,
+            "profile": times,
             "first_step_s": first_s,
             "build_s": built_s,
             "peak_memory_bytes": memory,
@@ -145,7 +146,7 @@ def _summary(windows: list[dict[str, Any]], rt: Runtime) -> dict[str, Any]:
     }
 
 
-def _profile(run: Any, rt: Runtime, folder: Path) -> dict[str, Any] | None:
+def _profile(run: Any, rt: Runtime, folder: Path | None) -> dict[str, Any] | None:
     """Three steps under the profiler on every rank; rank 0 writes, and returns the summary without the list of kernels."""
     with profile(activities=activities(rt.device)) as recorded:
         for _ in range(3):
@@ -153,7 +154,8 @@ def _profile(run: Any, rt: Runtime, folder: Path) -> dict[str, Any] | None:
         _wait(rt)
     if not rt.main:
         return None
-    return {key: value for key, value in write(recorded, folder, 3).items() if key != "top"}
+    summary = summarise(events_of(recorded), 3) if folder is None else write(recorded, folder, 3)
+    return {key: value for key, value in summary.items() if key != "top"}
 
 
 def main() -> None:
@@ -163,9 +165,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--summary", action="store_true", help="three more steps under the profiler, for the times of communication")
     args = parser.parse_args()
     try:
-        result = measure(load_config(args.config, args.overrides), steps=args.steps, warmup=args.warmup, traces=args.profile)
+        result = measure(
+            load_config(args.config, args.overrides), steps=args.steps, warmup=args.warmup, traces=args.profile, profiled=args.summary
+        )
     except GemError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     except torch.OutOfMemoryError as error:

@@ -38,16 +38,21 @@ def bench_train(
     budget: Budget = 540.0,
     out: Out = Path("bench-train"),
     profile: Profile = False,
+    devices: Annotated[int | None, typer.Option("--devices", help="Most devices of a row; none: those of this machine.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="FILE", help="Predict each row for this cluster, where known.")
+    ] = None,
+    row_limit: Annotated[float, typer.Option("--row-seconds", help="Stop a row after this time.")] = 240.0,
 ) -> None:
     """Measure training steps of a preset on its random log: step time, samples/s, MFU, padding, memory.
 
     Example: gemrec bench train base --set precision.recipe=bf16 --out results
+    Example: gemrec bench train base --ladder scaling --cluster cluster.toml --set precision.recipe=bf16
     """
-    from gem_core.bench.ladder import COLUMNS, climb
+    from gem_core.bench.ladder import climb
     from gem_core.model.presets import find
 
     size = batch_size or find(preset).batch_size
-    print("  ".join(f"{name:>12}" if i else f"{name:28}" for i, name in enumerate(COLUMNS)))
     with TemporaryDirectory() as folder:
         climb(
             str(_configuration(folder, preset)),
@@ -61,6 +66,9 @@ def bench_train(
             budget_s=budget,
             out=out,
             profile=profile,
+            devices=devices,
+            cluster=cluster,
+            row_limit_s=row_limit,
             say=lambda text: print(text, flush=True),
         )
 

@@ -93,15 +93,15 @@ def saved_bytes(resolved: ResolvedConfig, features: Features) -> dict[str, Kept]
 
     found = {unit: Kept(fitted(unit)) for unit in ("front", "heads")}
     for i, unit in enumerate(names):
-        regions = _regions(model.layers[i])
-        sets = [some for n in range(1, len(regions) + 1) for some in combinations(regions, n)]
-        choices = [tuple(name for part in some for name in regions[part]) for some in sets]
+        parts = regions(model.layers[i])
+        sets = [some for n in range(1, len(parts) + 1) for some in combinations(parts, n)]
+        choices = [tuple(name for part in some for name in parts[part]) for some in sets]
         found[unit] = Kept(fitted(unit), tuple(Choice(c, some, fitted(unit, frozenset(c))) for c, some in zip(choices, sets)))
     return found
 
 
-def _regions(layer: nn.Module) -> dict[str, list[str]]:
-    """Part -> names of its modules in the layer."""
+def regions(layer: nn.Module) -> dict[str, list[str]]:
+    """Part of the model -> names of those modules of a layer that may be recomputed."""
     found: dict[str, list[str]] = {}
     for name, _ in layer.named_modules():
         for pattern, part in _REGIONS.items():
@@ -165,7 +165,7 @@ def _pass(mode: FakeTensorMode, model: nn.Module, names: list[str], batch: Batch
         stack: Any = model.layers
         for unit, layer in zip(names, stack):
             watch(layer, 0, unit, "heads")
-            for region in (name for some in _regions(layer).values() for name in some):
+            for region in (name for some in regions(layer).values() for name in some):
                 watch(layer.get_submodule(region), 1, region, "")
     try:
         with mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -1,0 +1,191 @@
+"""Recomputation chosen by measured return against the same budget for every layer: step time over peak memory, and gradients.
+
+    python -m gem_parallel.bench.recompute base.toml --set precision.recipe=bf16 --out OUT
+
+Every set of regions (attention, feed-forward, pooling, ...) is recomputed in all layers at once: the uniform budgets, and at the same time
+the profile: what a set saves and costs a layer. A knapsack then picks a set for every layer so that the step is as fast as possible within
+the memory of each uniform budget, and between them. All are measured in turn, in ``--rounds`` rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from gem_core.config import Config, load_config, resolve
+from gem_core.model.loss import batch_total, task_loss
+from gem_core.ops import use_policy
+from gem_core.train.build import Parts, build_parts, build_source
+from gem_core.train.feed import Fed
+from gem_core.train.measure import Meter, peak
+from gem_core.train.runfolder import environment
+from gem_core.train.runtime import runtime
+from gem_core.train.step import TrainStep
+from gem_parallel.bench.report import table
+from gem_parallel.plan.activations import regions
+from gem_parallel.plan.budget import choose
+from gem_parallel.recompute import recompute
+
+
+class Bench:
+    """The model, a few batches, and steps with some modules recomputed."""
+
+    def __init__(self, parts: Parts, config: Config, rt: Any, batches: Sequence[Fed]) -> None:
+        self.parts, self.batches, self.device = parts, batches, rt.device
+        self.step = TrainStep(parts, config, rt, Meter(rt.device, peak("", {"fp32"})))
+        self.step.set_lr(0.0)
+        parts.module.train()
+
+    def apply(self, modules: Sequence[str]) -> None:
+        for part in self.parts.model.modules():
+            part.__dict__.pop("forward", None)
+        if modules:
+            recompute(self.parts.model, tuple(modules))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the dense parameters, from the first batch."""
+        self.parts.model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        batch = self.batches[0].batch
+        task_loss(self.parts.module(batch), batch).backward()  # type: ignore[no-untyped-call]
+        found = {n: p.grad.clone() for n, p in self.parts.dense_parameters().items() if p.grad is not None}
+        self.parts.model.zero_grad(set_to_none=True)
+        return found
+
+    def measure(self, steps: int, warmup: int) -> tuple[float, int]:
+        """Median milliseconds of a step, and the peak of allocated bytes."""
+        cuda = self.device.type == "cuda"
+        times = []
+        for i in range(warmup + steps):
+            if i == warmup and cuda:
+                torch.cuda.synchronize(self.device)
+                torch.cuda.reset_peak_memory_stats(self.device)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else (None, None)  # type: ignore[no-untyped-call]
+            if cuda:
+                begin.record()
+            self.step([self.batches[i % len(self.batches)]], False)
+            if cuda and i >= warmup:
+                end.record()
+                times.append((begin, end))
+        if not cuda:
+            return 0.0, 0
+        torch.cuda.synchronize(self.device)
+        return median(a.elapsed_time(b) for a, b in times), torch.cuda.max_memory_allocated(self.device)
+
+
+def modules_of(layers: Sequence[nn.Module], picks: Sequence[Sequence[str]]) -> list[str]:
+    """Names of the modules that layer i recomputes under the parts ``picks[i]``."""
+    found = []
+    for i, (layer, parts) in enumerate(zip(layers, picks, strict=True)):
+        there = regions(layer)
+        found += [f"layers.{i}.{name}" for part in parts for name in there.get(part, ())]
+    return found
+
+
+def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any) -> dict[str, Any]:
+    """Rows ``uniform`` and ``chosen``; see the module's text."""
+    stack: Any = bench.parts.model.layers
+    layers = list(stack)
+    parts = sorted({part for layer in layers for part in regions(layer)})
+    sets = [some for n in range(len(parts) + 1) for some in combinations(parts, n)]
+    plain = [bench.gradients() for _ in range(2)]
+    bench.apply(modules_of(layers, [sets[-1]] * len(layers)))
+    again = bench.gradients()
+    off = {
+        name: max((float((a[k] - b[k]).abs().max() / a[k].abs().max().clamp(min=1e-30)) for k in a), default=0.0)
+        for name, a, b in (("repeated", *plain), ("recomputed", plain[0], again))
+    }
+    same = plain[0].keys() == again.keys()
+    say(f"gradients: {off['repeated']:.2e} off when nothing changes, {off['recomputed']:.2e} with all regions recomputed")
+    del plain, again
+
+    rows: dict[tuple[tuple[str, ...], ...], list[tuple[float, int]]] = {}
+
+    def measured(picks: tuple[tuple[str, ...], ...]) -> tuple[float, int]:
+        bench.apply(modules_of(layers, picks))
+        rows.setdefault(picks, []).append(bench.measure(steps, warmup))
+        return rows[picks][-1]
+
+    uniform = {some: (some,) * len(layers) for some in sets}
+    profile = {some: measured(picks) for some, picks in uniform.items()}
+    fastest, _ = profile[()]
+    # what a set leaves, and costs, a layer; nothing is ever taken to be faster than no recomputation
+    options = [
+        (max(0.0, (p - min(q for _, q in profile.values())) / len(layers)), max(0.0, (t - fastest) / len(layers)))
+        for t, p in (profile[s] for s in sets)
+    ]
+    least = min(p for _, p in profile.values())
+    peaks = sorted({p for _, p in profile.values()})
+    budgets = sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True)
+    chosen: dict[float, tuple[tuple[str, ...], ...]] = {}
+    for budget in budgets:
+        picks = choose([options] * len(layers), budget - least + 1.0)
+        if picks is not None:
+            chosen[budget] = tuple(sets[i] for i in picks)
+    for _ in range(rounds):
+        for picks in dict.fromkeys([*chosen.values(), *uniform.values()]):
+            measured(picks)
+
+    def row(kind: str, picks: tuple[tuple[str, ...], ...], **more: Any) -> dict[str, Any]:
+        times, memory = zip(*rows[picks][1:] if len(rows[picks]) > 1 else rows[picks])
+        names = {part: sum(part in some for some in picks) for part in parts}
+        what = ", ".join(f"{part} x {n}" for part, n in names.items() if n) or "nothing"
+        return {"budget": kind, "recomputed": what, "step ms": median(times), "peak GiB": max(memory) / 2**30, **more}
+
+    found = {
+        "gradients": [
+            {"parameters": "same" if same else "differ", "off when repeated": off["repeated"], "off recomputed": off["recomputed"]}
+        ],
+        "uniform": [row("uniform", picks) for picks in uniform.values()],
+        "chosen": [row("chosen", picks, within=budget / 2**30) for budget, picks in chosen.items()],
+    }
+    for line in found["uniform"]:
+        fits = [c for c in found["chosen"] if c["peak GiB"] <= line["peak GiB"] * 1.001]
+        line["chosen ms at that peak"] = min((c["step ms"] for c in fits), default=None)
+    for line in (*found["uniform"], *found["chosen"]):
+        others = [o for o in (*found["uniform"], *found["chosen"]) if o is not line]
+        line["on the front"] = not any(
+            o["step ms"] < line["step ms"] * 0.998 and o["peak GiB"] <= line["peak GiB"] for o in others
+        )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    args = parser.parse_args()
+    resolved = resolve(load_config(args.config, args.overrides))
+    config = resolved.config
+    with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
+        parts = build_parts(resolved, rt)
+        source = iter(build_source(resolved, "train", rt))
+        batches = []
+        for _ in range(3):
+            batch = next(source)
+            batches.append(Fed(batch, batch.to(rt.device), float(batch_total(batch)), batch.tokens, None, {}))
+        bench = Bench(parts, config, rt, batches)
+        bench.measure(1, 2)
+        found = run(bench, args.steps, args.warmup, args.rounds, lambda line: print(line, flush=True))
+        where = environment(rt.device)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "recompute.json").write_text(json.dumps({"environment": where, **found}, indent=1) + "\n")
+    text = "\n\n".join(f"## {name}\n\n{table(rows)}" for name, rows in found.items())
+    (args.out / "recompute.md").write_text(f"# recompute\n\n{where.get('device')}; {where.get('versions')}\n\n{text}\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ def register(app: CommandGroups) -> None:
     group.command()(validate)
     group.command()(vocab)
     app.command()(predict)
+    app.command()(distill)
     app.group("bench").command("predict")(bench_predict)
 
 
@@ -49,14 +50,20 @@ def synth(
     law: Annotated[str, typer.Option(help="Law of history lengths: lognormal, uniform, zipf or pareto.")] = "lognormal",
     mean: Annotated[float, typer.Option(min=0.5, help="Mean history length of the log-normal law.")] = 32.0,
     max_history: Annotated[int, typer.Option(min=1, help="Longest history.")] = 4096,
+    days: Annotated[int, typer.Option(min=1, help="Days that the log spans.")] = 14,
+    drift: Annotated[float, typer.Option(min=0, help="Radians a day by which the planted effects turn towards others.")] = 0.0,
+    partitions: Annotated[
+        int | None, typer.Option(min=2, help="Write the training samples as so many folders of equal time, to be followed.")
+    ] = None,
 ) -> None:
     """Write the synthetic ads log as Parquet, with a configuration that trains on it.
 
     Example: gemrec data synth --rows 100000 --out logs && cd logs && gemrec train config.toml
+    Example: gemrec data synth --rows 120000 --days 1 --partitions 24 --drift 3 --out hours && cd hours && gemrec train config.toml
     """
     from gem_core.errors import ConfigError
     from gem_core.sources.synthetic import SyntheticConfig
-    from gem_data.synth import write_synthetic
+    from gem_data.synth import write_partitions, write_synthetic
 
     laws = ("lognormal", "uniform", "zipf", "pareto")
     if law not in laws:
@@ -65,7 +72,14 @@ def synth(
     if law == "lognormal":
         length["mean"] = mean
     held = eval_rows or max(1, rows // 10)
-    config = SyntheticConfig(rows=rows, eval_rows=held, test_rows=test_rows or held, seed=seed, users=users, length=length)
+    config = SyntheticConfig(
+        rows=rows, eval_rows=held, test_rows=test_rows or held, seed=seed, users=users, length=length, days=days, drift=drift
+    )
+    if partitions is not None:
+        written = write_partitions(out, config, partitions)
+        print(f"{out / 'log'}: {len(written)} partitions, {sum(written.values()):,} rows")
+        print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
+        return
     for split, count in write_synthetic(out, config).items():
         print(f"{out / split}.parquet: {count:,} rows")
     print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
@@ -174,6 +188,35 @@ def predict(
         print(f"{out}: {done.rows:,} rows, step {model.step}, {seconds:.1f} s ({done.rows / max(seconds, 1e-9):,.0f} rows/s)")
         if done.refused:
             print(f'{done.refused:,} rows have no prediction: a feature with policy = "quarantine" refused them')
+
+
+def distill(
+    teacher: Annotated[Path, typer.Argument(help="Run folder of the teacher.", show_default=False)],
+    student: Annotated[Path, typer.Argument(help="TOML file of the student, on Parquet files.", show_default=False)],
+    scores: Annotated[
+        Path, typer.Option("--scores", metavar="DIR", help="Folder for the files with the teacher's columns.", show_default=False)
+    ],
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="The student's run folder; otherwise run.dir/run.name.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="The teacher's checkpoint of this step; otherwise the newest.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the student's file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what the run folder holds.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
+) -> None:
+    """Train a student on labels and on a teacher's predictions: writes its training files with the predictions, then trains.
+
+    [train.distill] of the student says how. Tasks of one name are taught; the evaluation reads no teacher.
+
+    Example: gemrec distill runs/large small.toml --scores scored --run-dir runs/small
+    """
+    from gem_core.cli.train import report
+    from gem_data.distill import distill as run
+
+    done = run(teacher, student, scores=scores, run_dir=run_dir, overrides=overrides or (), step=step, overwrite=overwrite, quiet=quiet)
+    print("\n".join(report(done)))
 
 
 def validate(

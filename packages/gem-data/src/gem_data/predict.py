@@ -37,19 +37,30 @@ class Predicted:
 
 
 def write_predictions(
-    predict: Predictor, paths: Sequence[str], out: Path, *, columns: Sequence[str] = (), logits: bool = False
+    predict: Predictor,
+    paths: Sequence[str] | Sequence[DataFile],
+    out: Path,
+    *,
+    columns: Sequence[str] = (),
+    logits: bool = False,
+    tasks: Sequence[str] | None = None,
+    result: str = "probability",
 ) -> Predicted:
     """Write ``out`` with the run's sample id (where the input has it), ``columns`` of the input as they are, and for each task
     ``<task>_probability`` float32 (and ``<task>_logit``); rows in the order of the input. Labels are not needed, row filters not applied.
 
+    :param tasks: of the run's tasks those to write; None: all. :param result: what stands for "probability" in the columns' names.
+
     :raises DataError: files that cannot be read, rows that the features refuse, columns that are missing or appear twice.
     """
-    files = find_files(list(paths))
+    opened = [path for path in paths if isinstance(path, DataFile)]
+    files = opened or find_files([str(path) for path in paths])
     decoder = Decoder(predict.features)
     for file in files:
         decoder.check(file)
     kept = _columns(predict, files, columns)
-    results = [f"{task}_{kind}" for task in predict.tasks for kind in ("probability", *(("logit",) if logits else ()))]
+    wanted = [i for i, task in enumerate(predict.tasks) if tasks is None or task in tasks]
+    results = [f"{predict.tasks[i]}_{kind}" for i in wanted for kind in (result, *(("logit",) if logits else ()))]
     clash = [name for name in results if name in kept]
     if clash:
         raise ConfigError(f"the input's column {clash[0]!r} has the name of a result", where="--column", fix="leave it out")
@@ -66,7 +77,7 @@ def write_predictions(
                 scores = _scores(predict, block)
                 refused += int(scores.isnan().any(1).sum()) if block.good is not None else 0
                 arrays = [_as(carried[name], kind, name) for name, kind in zip(kept, types)]
-                yield pa.table([*arrays, *_results(scores, block, logits)], schema=schema)
+                yield pa.table([*arrays, *_results(scores[:, wanted], block, logits)], schema=schema)
         finally:
             ahead.close()
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gem_core.config.features import Features
+from gem_core.errors import ConfigError
 from gem_core.sources.contract import TRUE_PROBABILITY
 from gem_core.sources.laws import histogram
 from gem_core.sources.planted import DENSE, PlantedLog, Samples
@@ -46,6 +47,36 @@ def write_synthetic(out: Path, config: SyntheticConfig) -> dict[str, int]:
     write_text(out / "lengths.json", json.dumps(lengths, indent=1) + "\n")
     splits = {split: f"{split}.parquet" for split in rows}
     write_text(out / "config.toml", config_toml("synthetic", parquet_features(config), splits, "user_id"))
+    return rows
+
+
+def write_partitions(out: Path, config: SyntheticConfig, partitions: int) -> dict[str, int]:
+    """Write the training samples in time order as ``partitions`` folders ``log/part-NNN`` of equally many rows, each with a ``_SUCCESS``
+    marker, and ``config.toml``, which follows them: each is evaluated, then trained on, and the last one, only evaluated, ends the run.
+    Returns the rows of each.
+
+    :raises ConfigError: fewer than two partitions.
+    """
+    if partitions < 2:
+        raise ConfigError(f"{partitions} partition is no log to follow", where="--partitions", fix="use 2 or more")
+    log = PlantedLog(config)
+    edges = [config.rows * i // partitions for i in range(partitions + 1)]
+    rows = {}
+    for i, (start, stop) in enumerate(zip(edges, edges[1:])):
+        name = f"part-{i:03d}"
+        rows[name] = write_parquet(out / "log" / name / "rows.parquet", _schema(), _tables(log, start, stop, []))
+        write_text(out / "log" / name / "_SUCCESS", "")
+    last, before = f"log/part-{partitions - 1:03d}", f"part-{partitions - 2:03d}"
+    how = {"train": "log", "eval": last, "stop": before, "idle_s": 0.0}
+    text = config_toml(
+        "synthetic",
+        parquet_features(config),
+        how,
+        "user_id",
+        source="parquet-follow",
+        evaluation={"before_training": True},
+    )
+    write_text(out / "config.toml", text)
     return rows
 
 

@@ -44,19 +44,28 @@ def features_toml(features: Features) -> dict[str, Any]:
     return table
 
 
-def config_toml(name: str, features: Features, splits: dict[str, Any], group: str | None, *, model: dict[str, Any] | None = None) -> str:
+def config_toml(
+    name: str,
+    features: Features,
+    splits: dict[str, Any],
+    group: str | None,
+    *,
+    model: dict[str, Any] | None = None,
+    source: str = "parquet",
+    evaluation: dict[str, Any] | None = None,
+) -> str:
     """A configuration that trains on files ``splits`` (split -> path or paths relative to ``root``, the folder of the file; filters too).
 
-    ``model`` is the ``[model]`` table; None: `tiny` of GEM.
+    ``model`` is the ``[model]`` table; None: `tiny` of GEM. ``splits`` may hold further options of the ``source``, ``evaluation`` of [eval].
     """
     data = {
         "run": {"name": name},
-        "data": {"source": "parquet", "parquet": {"root": ".", **splits}},
+        "data": {"source": source, source: {"root": ".", **splits}},
         "features": features_toml(features),
         "model": model or {"name": "gem", "preset": "tiny"},
-        "eval": {"group": group} if group else {},
+        "eval": {**({"group": group} if group else {}), **(evaluation or {})},
     }
-    head = "# Run it where this file is, or name its folder: gemrec train config.toml --set data.parquet.root=FOLDER\n\n"
+    head = f"# Run it where this file is, or name its folder: gemrec train config.toml --set data.{source}.root=FOLDER\n\n"
     return head + tomli_w.dumps({k: v for k, v in data.items() if v})
 
 

@@ -52,7 +52,7 @@ def build(disabled: Iterable[str] = ()) -> typer.Typer:
         plugins.reset(disabled=names)
     groups = CommandGroups(help=_HELP, add_completion=True)
     groups.top.callback()(_globals)
-    for module in ("train", "eval", "report", "plugins", "doctor", "config", "plugin", "bench"):
+    for module in ("train", "eval", "report", "export", "plugins", "doctor", "config", "plugin", "bench"):
         importlib.import_module(f"gem_core.cli.{module}").register(groups)
     manager = plugins.manager()
 

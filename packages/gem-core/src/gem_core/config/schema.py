@@ -100,6 +100,9 @@ class TableOptimizer(FrozenConfig):
     lr: float = Field(0.05, gt=0)
     eps: float = Field(1e-8, gt=0)
     initial_accumulator: float = Field(0.0, ge=0)
+    evict_after: int | None = Field(
+        None, gt=0, description="with a source that follows partitions: rows that no sample read for more than so many begin anew"
+    )
 
 
 class Schedule(FrozenConfig):
@@ -109,6 +112,18 @@ class Schedule(FrozenConfig):
     decay: Literal["none", "linear", "cosine"] = "none"
     final: float = Field(0.0, ge=0, le=1)
     tables: bool = Field(True, description="whether the schedule also drives the table optimizer")
+
+
+class Distill(FrozenConfig):
+    """``[train.distill]``: an auxiliary head learns a larger model's predictions, and the trunk with it; see `gem_core.train.distill`."""
+
+    teacher: dict[str, str] = Field(min_length=1, description="task -> column with the teacher's probability of it")
+    weight: float = Field(1.0, ge=0, description="of the auxiliary head's losses beside the labels'")
+    alpha: float = Field(1.0, gt=0, description="the target is clip(alpha * probability, 0, 1): more than 1 where positives are rare")
+    beta: float = Field(1.0, ge=0, description="factor of the auxiliary head's gradient where it enters the trunk")
+    hidden: tuple[int, ...] = Field((64,), description="widths of the auxiliary head")
+    adapter: bool = Field(True, description="also learn the teacher's prediction corrected to the fresh labels")
+    adapter_hidden: tuple[int, ...] = (16,)
 
 
 class Train(FrozenConfig):
@@ -131,6 +146,10 @@ class Train(FrozenConfig):
     checkpoint_async: bool = Field(False, description="copy the state and write it while training goes on; costs host memory for the copy")
     keep_checkpoints: int = Field(2, gt=0)
     tensorboard: bool = True
+    warm_start: str | None = Field(
+        None, description="run folder whose newest checkpoint a new run begins with: parameters, tables, which may have grown, optimizers"
+    )
+    distill: Distill | None = None
     callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 

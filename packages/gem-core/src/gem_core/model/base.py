@@ -64,6 +64,8 @@ class RankingModel(TableModel):
         tables = table_set(features, options.embedding_dim)
         super().__init__(options, tables if reads is None else _only(tables, reads))
         self.task_names = tuple(features.labels)
+        self.distillation: nn.Module | None = None
+        """An auxiliary part that training adds: called with the batch after `score`, it gives one more loss."""
 
     def forward(self, batch: Batch) -> ModelOutput:
         if batch.num_targets is not None:
@@ -73,6 +75,8 @@ class RankingModel(TableModel):
         batch = expanded(batch)
         embedded = self.dropped(self.tables(sparse_group(batch, self.table_set.lookups)))
         logits, losses = self.score(batch, embedded)
+        if self.distillation is not None and self.training:
+            losses = {**losses, "distill": self.distillation(batch)}
         return ModelOutput(logits.float(), self.task_names, losses)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -29,6 +29,7 @@ class Heads(nn.Module):
         super().__init__()
         config = config or HeadConfig()
         self.mix = TokenMix(n, config.tokens) if config.tokens is not None else None
+        self.input_width = n * dim
         width = (config.tokens or n) * dim
         self.shared = nn.Linear(width, config.shared) if config.shared else None
         self.dropout = nn.Dropout(dropout)

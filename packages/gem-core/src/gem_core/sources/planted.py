@@ -11,6 +11,8 @@ made at any time, on any rank, in any order.
   country and the dense features, partly through pairs (age x category group, device x position). *History* reads the newest ``MEMORY``
   events with weights halving every ``HALF_LIFE`` events: the weighted share of events in the candidate's category (or its group), by
   action, raises it; the same item seen without a click lowers it (fatigue), the same item clicked raises it.
+- With ``drift`` the effects of category, advertiser, item, age and country on clicks turn towards others, as large and independent of the
+  first, by so many radians a day.
 - The conversion logit, given a click, reads the recent purchases in the category, price and advertiser.
 """
 
@@ -61,6 +63,8 @@ class World(Protocol):
     def ctr(self) -> float: ...
     @property
     def cvr(self) -> float: ...
+    @property
+    def drift(self) -> float: ...
     @property
     def max_history(self) -> int: ...
     @property
@@ -137,6 +141,9 @@ class PlantedLog:
             "price": (1.0, n_items),
         }
         self._of = {name: std * self._normals(i, tuple(map(int, shape))) for i, (name, (std, *shape)) in enumerate(sizes.items())}
+        # Where the effects turn to: as large as those that they begin with, and independent of them.
+        turning = range(len(sizes) + 1, len(sizes) + 1 + len(_TURNING)) if world.drift else ()
+        self._later = {name: sizes[name][0] * self._normals(i, self._of[name].shape) for i, name in zip(turning, _TURNING)}
         self._advertiser_of = (_uniform(self._hash("tables", np.arange(n_items), 2 * len(sizes))) * world.advertisers).astype(np.int64)
         self._decay = 0.5 ** (np.arange(MEMORY) / HALF_LIFE)
         self._action_weight = np.array([0.7, 1.0, 1.3])
@@ -253,7 +260,7 @@ class PlantedLog:
             "account_activity": np.log1p(length) + 0.5 * activity,
         }
         affinity, purchases, same_viewed, same_clicked = self._read_history(events, item, category)
-        context = self._context(sparse, dense)
+        context = self._context(sparse, dense, (time - world.start) / DAY)
         history = 7.5 * affinity - 1.2 * np.minimum(same_viewed, 1.5) + 0.9 * np.minimum(same_clicked, 1.5)
         p_click = _sigmoid(self.bias_click + context + history)
         buy = 6.0 * purchases - 0.4 * dense["price"] + self._of["advertiser_cvr"][sparse["advertiser"]]
@@ -272,9 +279,13 @@ class PlantedLog:
         item[again] = self._event(user[again], length[again], seen[again] - 1 - back)[0]
         return item
 
-    def _context(self, sparse: dict[str, Ints], dense: dict[str, Floats]) -> Floats:
+    def _context(self, sparse: dict[str, Ints], dense: dict[str, Floats], days: Floats) -> Floats:
         effect = self._of
-        logit = sum(effect[name][sparse[name]] for name in ("category", "advertiser", "item", "age", "country"))
+        turned = {name: effect[name][sparse[name]] for name in _TURNING}
+        if self._later:
+            cos, sin = np.cos(self.world.drift * days), np.sin(self.world.drift * days)
+            turned = {name: cos * own + sin * self._later[name][sparse[name]] for name, own in turned.items()}
+        logit = sum(turned.values())
         logit = logit + effect["age_group"][sparse["age"], sparse["category"] // GROUP]
         logit += effect["device_position"][sparse["device"], sparse["position"]] - 0.2 * sparse["position"]
         logit += 0.2 * np.sin(sparse["hour"] * (2 * np.pi / 24)) - 0.35 * dense["price"] + 0.65 * dense["creative_quality"]
@@ -303,6 +314,7 @@ class PlantedLog:
         return affinity, purchases, same_viewed, same_clicked
 
 
+_TURNING = ("category", "advertiser", "item", "age", "country")
 _STREAMS = ("sample", "user", "length", "click", "conversion", "tables")
 
 

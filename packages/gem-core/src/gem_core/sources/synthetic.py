@@ -51,6 +51,8 @@ class SyntheticConfig(FrozenConfig):
     ctr: float = Field(0.09, gt=0, lt=1, description="mean click rate")
     cvr: float = Field(0.15, gt=0, lt=1, description="mean conversion rate of the clicked")
 
+    drift: float = Field(0.0, ge=0, description="radians a day by which the planted effects on clicks turn towards others; 0: they stay")
+
     @property
     def max_history(self) -> int:
         return self.length.max
@@ -143,6 +145,8 @@ class SyntheticSource:
         return {**self._identity, **self._cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # options that came after the position was stored had their defaults then
+        state = {**state, "log": SyntheticConfig.model_validate(state["log"]).model_dump(mode="json")}
         for key, where in {"seed": "[run] seed", "log": "[data.synthetic]"}.items():
             if state[key] != self._identity[key]:
                 raise ConfigError(

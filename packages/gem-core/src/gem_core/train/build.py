@@ -20,6 +20,7 @@ from gem_core.model.tables import deferred_tables
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
 from gem_core.train.contract import RecipeContext
+from gem_core.train.distill import Taught, attach, taught
 from gem_core.train.mesh import Mesh
 from gem_core.train.runtime import Runtime
 from gem_core.train.shards import State
@@ -90,6 +91,7 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
     with torch.device(runtime.device):
         with deferred_tables():
             model = find("model", config.model.name).build(resolved.model, config.features)
+            attach(model, config)
         table_set: TableSet | None = getattr(model, "table_set", None)
         if table_set is not None and table_set.tables:
             model.tables = find("sparse_strategy", p.sparse).build(table_set, mesh, resolved.sparse)
@@ -129,15 +131,18 @@ def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Sour
     data = resolved.config.data
     spec = manager().find("source", data.source)
     training = split == "train"
+    distill = resolved.config.train.distill if training else None
     source: Source = spec.build(
         resolved.source,
-        resolved.config.features,
+        taught(resolved.config.features, distill),
         split=split,
         batch_size=data.batch_size if training else data.eval_batch_size or data.batch_size,
         shard=(runtime.rank, runtime.world),
         seed=resolved.config.run.seed,
         drop_last=training and data.drop_last,
     )
+    if distill is not None:
+        source = Taught(source, distill.teacher)
     return NextItems(source, resolved.config.features) if training and resolved.config.features.next_item else source
 
 

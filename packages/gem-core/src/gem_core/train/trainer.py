@@ -21,6 +21,7 @@ from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.train import state
 from gem_core.train.build import agreed_total, build_parts, build_source, flops_of, task_names, total_steps
+from gem_core.train.continuous import Recency, warm_start
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
 from gem_core.train.feed import Fed, Feed, grouped
@@ -127,12 +128,18 @@ class Trainer:
         self.evaluated_at = self.saved_at = -1
         self.position: dict[str, Any] | None = None
         self.partition: str | None = None
-        if self.config.eval.before_training and not hasattr(source, "partition_source"):
-            raise ConfigError(
-                f"the source {self.config.data.source!r} has no partitions to evaluate before training",
-                where="eval.before_training",
-                fix="use a source that follows partitions, or leave it out",
-            )
+        self.warm: dict[str, Any] | None = None
+        after = train.tables.evict_after
+        for where in (["eval.before_training"] if self.config.eval.before_training else []) + (
+            ["train.tables.evict_after"] if after else []
+        ):
+            if not hasattr(source, "partition_source"):
+                raise ConfigError(
+                    f"the source {self.config.data.source!r} has no partitions",
+                    where=where,
+                    fix="use a source that follows partitions, or leave it out",
+                )
+        self.recency = None if after is None else Recency(self.parts, self.config, rt, after)
         self.window = {"loss": 0.0, "weight": 0.0, "grad_norm": 0.0}
         self.skipped = self.skipped_in_a_row = self.saved_batches = 0
         self.wall_before = self.saving_s = 0.0
@@ -148,9 +155,13 @@ class Trainer:
         self.fitted = rt.on_main(lambda: self.folder.keep_fitted(self.config))
         if continues:
             self._restore()
-        elif self.resume:
-            rt.on_main(lambda: self.folder.trim(0))
-            self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
+        else:
+            if self.resume:
+                rt.on_main(lambda: self.folder.trim(0))
+                self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
+            if train.warm_start is not None:
+                self.warm = warm_start(self.parts, self.step.dense, self.config)
+                self._say(f"starting with step {self.warm['step']} of {self.warm['run']}")
         self.header: dict[str, Any] = {
             "name": self.config.run.name,
             "model": self.config.model.name,
@@ -166,6 +177,7 @@ class Trainer:
             "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_from": self.info.step or None,
+            "warm_start": self.warm,
         }
         self.info.header = self.header
         if rt.main:
@@ -206,11 +218,14 @@ class Trainer:
             self.saver.prepare(self._tensors())
         for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
             self.meter.mark("data")
-            self._evaluate_ahead(batches[0])
+            self._begin_partition(batches[0])
             lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
             info.step += 1
             self.watch.note(info.step, "training step")
             vector = self.step(batches, self.stop.requested is not None, following)
+            if self.recency is not None:
+                for fed in batches:
+                    self.recency.note(fed.batch)
             self.outcomes.push(info.step, vector, batches)
             self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
             self._write_decisions()
@@ -331,11 +346,16 @@ class Trainer:
 
     # Evaluation, checkpoints, the end
 
-    def _evaluate_ahead(self, fed: Fed) -> None:
-        """With ``eval.before_training``: evaluate the partition of a batch that is the first of it."""
+    def _begin_partition(self, fed: Fed) -> None:
+        """If the batch is the first of a partition: evaluate on that with ``eval.before_training``, give back rows with ``evict_after``."""
         partition = fed.position["source"].get("partition")
-        if self.config.eval.before_training and partition != self.partition:
+        if partition == self.partition:
+            return
+        if self.config.eval.before_training:
             self._evaluate(final=True, partition=partition)
+        freed = {} if self.recency is None else self.recency.turn()
+        if freed:
+            self._say(f"before {partition}: " + ", ".join(f"{n:,} rows of {table}" for table, n in freed.items()) + " begin anew")
         self.partition = partition
 
     def _evaluate(self, final: bool = False, partition: str | None = None) -> None:
@@ -370,6 +390,7 @@ class Trainer:
         shared = {
             "guard": parts.guard.state_dict(),
             "best": self.best.state_dict(),
+            "recency": None if self.recency is None else self.recency.state_dict(),
             "callbacks": {name: callback.state_dict() for name, callback in self.stateful.items()},
             "window": self.window,
             "skipped": [self.skipped, self.skipped_in_a_row],
@@ -404,6 +425,8 @@ class Trainer:
         shared = checkpoint.state("shared")
         state.load_guard(self.parts, checkpoint)
         self.best.load_state_dict(shared["best"])
+        if self.recency is not None and shared.get("recency") is not None:
+            self.recency.load_state_dict(shared["recency"])
         for name, callback in self.stateful.items():
             if name in shared["callbacks"]:
                 callback.load_state_dict(shared["callbacks"][name])

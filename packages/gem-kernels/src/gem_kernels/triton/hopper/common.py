@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 _BILLION = gl.constexpr(1 << 30)
@@ -69,6 +71,20 @@ def store_box(box, row0, rows, start, column, slot, ROWS: gl.constexpr, D: gl.co
     """The converse of `load_box`; rows outside the sample are left alone."""
     source = slot._reinterpret(slot.dtype, [1, 1, ROWS, D], box.layout)
     tma.async_copy_shared_to_global(box, [_BILLION, row0 + rows, _BILLION - rows + start, column], source)
+
+
+@builtin
+def _copy_add(box, coord, source, _semantic=None):
+    """`tma.async_copy_shared_to_global` that adds to what is there; the dialect has no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, box.handle, coord, source.handle)
+
+
+@gluon.jit
+def add_box(box, row0, rows, start, column, slot, ROWS: gl.constexpr, D: gl.constexpr):
+    """`store_box` that adds."""
+    source = slot._reinterpret(slot.dtype, [1, 1, ROWS, D], box.layout)
+    _copy_add(box, [_BILLION, row0 + rows, _BILLION - rows + start, column], source)
 
 
 @gluon.jit

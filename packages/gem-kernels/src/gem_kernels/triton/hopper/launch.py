@@ -24,6 +24,8 @@ from gem_kernels.triton.common.launch import launch
 Saved = tuple[Tensor | None, ...]
 _PORTABLE: Config = {"GLUON": 0}
 _ROWS = 128
+_DELTA_ROWS = 32
+_CAST = 4096
 
 
 def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +57,7 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
 
     def run(config: Config) -> None:
         if config["GLUON"]:
-            found[:] = [_backward(x, saved[18:], dout)]
+            found[:] = [_fused(x, saved[18:], dout) if config["FUSED"] else _split(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
 
@@ -70,8 +72,19 @@ def candidates(kernel: str, p: Plan, info: DeviceInfo, gluon_only: bool) -> list
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found.reverse()
     else:
-        found = [{"GLUON": 1}]
+        found = [{"GLUON": 1, "FUSED": 0}]
+        if fuses(p):
+            found = [{"GLUON": 1, "FUSED": 1}, *found]
     return found if gluon_only else [*found, _PORTABLE]
+
+
+def fuses(p: Plan) -> bool:
+    """Whether the single backward kernel is offered: its sums over key tiles have no fixed order where there are several."""
+    return p.d == 128 and (p.k_bound <= _ROWS or not p.deterministic)
+
+
+def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
+    return [{"STAGES": 2, "BUFFERS": 2}, {"STAGES": 2, "BUFFERS": 1}, {"STAGES": 3, "BUFFERS": 1}]
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -99,7 +112,7 @@ def _nothing(x: Inputs) -> bool:
     return x.batch == 0 or x.out_rows == 0 or x.k.shape[0] == 0
 
 
-def _box(x: Tensor, rows: int) -> Any:
+def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     """A ragged descriptor (`gem_kernels.triton.attention.tiles.descriptor`) with the layout that Gluon wants to know."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -109,8 +122,9 @@ def _box(x: Tensor, rows: int) -> Any:
     made = object.__new__(TensorDescriptor)
     made.base, made.padding = x, "zero"
     made.shape, made.strides = [_ENDLESS, _ENDLESS, _MAX_TMA_ROWS, heads * d], [2**34 - step, step, step, 1]
-    made.block_shape = [1, 1, rows, d]
-    made.layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, d], gl.float16 if x.dtype == torch.float16 else gl.bfloat16)
+    made.block_shape = [1, 1, rows, columns or d]
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
+    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, element)
     return made
 
 
@@ -155,7 +169,7 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     )  # fmt: skip
 
 
-def _backward(x: Inputs, results: Saved, dout: Tensor) -> Saved:
+def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     """dQ (which leaves delta for the other), then dK and dV."""
     from gem_kernels.triton.hopper.backward_dkdv import hopper_bwd_dkdv_kernel
     from gem_kernels.triton.hopper.backward_dq import hopper_bwd_dq_kernel
@@ -190,4 +204,44 @@ def _backward(x: Inputs, results: Saved, dout: Tensor) -> Saved:
 
     choose_and_run(x, "hopper.dq", _query_side, query_side)
     choose_and_run(x, "hopper.dkdv", _key_side, key_side)
+    return dq, dk, dv
+
+
+def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
+    """delta, then dQ, dK and dV in one kernel, then dQ from the fp32 buffer that it was summed in, unless one key tile has it all."""
+    from gem_kernels.triton.attention.rows import attention_delta_kernel
+    from gem_kernels.triton.hopper.backward_fused import hopper_bwd_kernel, scale_cast_kernel
+
+    p = x.plan
+    out, lse = results if p.softmax else (None, None)
+    dout = _addressable(dense_columns(dout))
+    direct = p.k_bound <= _ROWS
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
+    delta = None
+    gain = p.out_scale * p.folded_gain
+    if p.softmax:
+        delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
+        launch(
+            attention_delta_kernel, (p.heads * -(-x.out_rows // _DELTA_ROWS),), x.device,
+            out, dout, delta, *out.stride()[:2], *dout.stride()[:2], x.out_rows, 1.0 / p.out_scale if p.out_scale else 0.0,
+            H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
+        )  # fmt: skip
+    tiles = x.sample_tiles(x.q_offsets) if direct else x.k_tiles(_ROWS)
+    constants = _constants(x)
+
+    def run(config: Config) -> None:
+        sums = dq if direct else torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
+        launch(
+            hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
+            _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(sums, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
+            sums, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+            x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, p.scale * gain, gain,
+            HKV=p.kv_heads, DIRECT=direct, **config, **constants,
+        )  # fmt: skip
+        if not direct:
+            launch(
+                scale_cast_kernel, (-(-dq.numel() // _CAST),), x.device, sums, dq, dq.numel(), p.scale * gain, BLOCK=_CAST, num_warps=4,
+            )  # fmt: skip
+
+    choose_and_run(x, "hopper.bwd", _both_sides, run)
     return dq, dk, dv

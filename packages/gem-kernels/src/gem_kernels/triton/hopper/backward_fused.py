@@ -1,0 +1,327 @@
+"""Backward pass on Hopper in one kernel: two warpgroups, each with 64 of a tile's 128 keys, share tiles of 64 query rows.
+
+    Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q
+    dSᵀ of both warpgroups meets in shared memory      ->  dQ = dS K, 64 columns of it a warpgroup      five products a tile
+
+dQ of a tile of rows is the sum over the sample's key tiles: TMA adds it to a buffer in fp32, in no fixed order. With DIRECT all keys of
+a sample are in one tile, and dQ is written as it is. dK and dV leave through the staging buffer of dQ, so that the next K and V can be
+on their way meanwhile. delta = rowsum(O ∘ dO) is in memory beforehand.
+"""
+
+# ruff: noqa: SIM113 - the compiler knows no enumerate
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from gem_kernels.triton.attention.activations import activate_with_slope
+from gem_kernels.triton.attention.masks import visible
+from gem_kernels.triton.hopper.common import (
+    add_box, alive, fill_flat, load_box, make_barriers, query_range, read_tile, store_box,
+)  # fmt: skip
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["count"])
+def scale_cast_kernel(source, target, count: tl.int64, factor, BLOCK: tl.constexpr):
+    """``target = factor · source`` of flat tensors, in the target's dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + at, at < count)
+    tl.store(target + at, (value * factor).to(target.dtype.element_ty), at < count)
+
+
+@gluon.jit
+def _producer(
+    q, k, v, dout, table, total, q_slots, do_slots, k_slot, v_slot, q_full, q_empty, do_full, do_empty,
+    k_full, k_empty, v_full, v_empty, left, right,
+    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    tile = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        kv_head = item % HKV
+        row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
+        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        mbarrier.wait(k_empty.index(0), tile & 1 ^ 1)
+        mbarrier.expect(k_full.index(0), 2 * 128 * D)
+        load_box(k, row, lk, n0, kv_head * D, k_full.index(0), k_slot.index(0), 128, D)
+        mbarrier.wait(v_empty.index(0), tile & 1 ^ 1)
+        mbarrier.expect(v_full.index(0), 2 * 128 * D)
+        load_box(v, row, lk, n0, kv_head * D, v_full.index(0), v_slot.index(0), 128, D)
+        tile += 1
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            for x in range(first, last):
+                stage = step % STAGES
+                phase = (step // STAGES & 1) ^ 1
+                mbarrier.wait(q_empty.index(stage), phase)
+                mbarrier.expect(q_full.index(stage), 2 * 64 * D)
+                load_box(q, q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
+                mbarrier.wait(do_empty.index(stage), phase)
+                mbarrier.expect(do_full.index(stage), 2 * 64 * D)
+                load_box(dout, q_row, lq, x * 64, head * D, do_full.index(stage), do_slots.index(stage), 64, D)
+                step += 1
+
+
+@gluon.jit
+def _statistics(
+    lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
+    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """lse in powers of two and delta of every query tile, into shared memory beside Q."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    step = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        kv_head = item % HKV
+        _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
+        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            for x in range(first, last):
+                i = x * 64 + gl.arange(0, 64, layout=layout)
+                at = head.to(gl.int64) * rows + q_row + i
+                lse_i = gl.load(lse + at, i < lq, float("-inf"))
+                delta_i = gl.load(delta + at, i < lq, 0.0)
+                # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
+                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+                stage = step % STAGES
+                mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
+                lse_slots.index(stage).store(lse_i)
+                delta_slots.index(stage).store(delta_i)
+                mbarrier.arrive(q_full.index(stage), count=1)
+                step += 1
+
+
+@gluon.jit
+def _consumer(
+    dq, dk, dv, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
+    q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
+    act_ids, left, right, scale, ds_scale, dv_scale,
+    WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = D // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dtype: gl.constexpr = q_slots.dtype
+    out_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    half_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], dtype)
+    k_tile = k_slot.index(0).slice(WHO * 64, 64)
+    v_tile = v_slot.index(0).slice(WHO * 64, 64)
+    k_half = k_slot.index(0).slice(WHO * HALF, HALF, dim=1)
+    mine = staging.index(WHO)
+    step = 0
+    tile = 0
+    row, lk, q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        kv_head = item % HKV
+        lq = alive(lq)
+        n_row, n_lk, n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        own = n0 + WHO * 64
+        shift = lk - lq
+        j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+        j1 = gl.minimum(own + 64, lk)
+        dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+        dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+        mbarrier.wait(k_full.index(0), tile & 1)
+        mbarrier.wait(v_full.index(0), tile & 1)
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            act_id = 0
+            if act_ids is not None:
+                act_id = gl.load(act_ids + head)
+            for x in range(first, last):
+                m0 = x * 64
+                stage = step % STAGES
+                phase = step // STAGES & 1
+                q_tile = q_slots.index(stage)
+                do_tile = do_slots.index(stage)
+                zero = gl.full([64, 64], 0.0, gl.float32, s_layout)
+                mbarrier.wait(q_full.index(stage), phase)
+                s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(do_full.index(stage), phase)
+                dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                if SOFTMAX:
+                    lse_i = lse_slots.index(stage).load(column_layout)
+                    p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
+                    slope = p
+                else:
+                    p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                if CAUSAL or WINDOW:
+                    p_min = m0 + shift
+                    p_max = gl.minimum(m0 + 64, lq) - 1 + shift
+                    free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
+                    if CAUSAL:
+                        free = free & (j1 - 1 <= p_min)
+                    if free == 0:
+                        i = m0 + gl.arange(0, 64, layout=column_layout)
+                        seen = visible(i[None, :] + shift, j[:, None], 0, left, right, CAUSAL, WINDOW, False)
+                        p = gl.where(seen, p, 0.0)
+                        slope = gl.where(seen, slope, 0.0)
+                p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+                dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                if SOFTMAX:
+                    delta_i = delta_slots.index(stage).load(column_layout)
+                    # Keys past the end are zero rows, but their dS need not be finite.
+                    ds = gl.where((j < lk)[:, None], slope * (dp - delta_i[None, :]), 0.0)
+                else:
+                    ds = slope * dp
+                ds = ds.to(dtype)
+                buffer = step % BUFFERS
+                mbarrier.wait(ds_empty.index(buffer), (step // BUFFERS & 1) ^ 1)
+                ds_slots.index(buffer).slice(WHO * 64, 64).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_full.index(buffer), count=1)
+                ds16 = gl.convert_layout(ds, p_layout, assert_trivial=True)
+                dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+                dv_acc = warpgroup_mma_wait(1, deps=(dv_acc,))
+                mbarrier.arrive(do_empty.index(stage), count=1)
+                mbarrier.wait(ds_full.index(buffer), step // BUFFERS & 1)
+                dq_zero = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
+                dq_tile = warpgroup_mma(ds_slots.index(buffer).permute((1, 0)), k_half, dq_zero, use_acc=False, is_async=True)
+                dk_acc = warpgroup_mma_wait(1, deps=(dk_acc,))
+                mbarrier.arrive(q_empty.index(stage), count=1)
+                dq_tile = warpgroup_mma_wait(0, deps=(dq_tile,))
+                mbarrier.arrive(ds_empty.index(buffer), count=1)
+                tma.store_wait(0)
+                if DIRECT:
+                    part = mine._reinterpret(dtype, [64, HALF], half_tile)
+                    part.store((dq_tile * ds_scale).to(dtype))
+                    fence_async_shared()
+                    store_box(dq, q_row, lq, m0, head * D + WHO * HALF, part, 64, HALF)
+                else:
+                    mine.store(dq_tile)
+                    fence_async_shared()
+                    add_box(dq, q_row, lq, m0, head * D + WHO * HALF, mine, 64, HALF)
+                step += 1
+        mbarrier.arrive(v_empty.index(0), count=1)
+        mbarrier.arrive(k_empty.index(0), count=1)
+        tma.store_wait(0)
+        part = mine._reinterpret(dtype, [64, D], out_tile)
+        part.store((dv_acc * dv_scale).to(dtype))
+        fence_async_shared()
+        store_box(dv, row, lk, own, kv_head * D, part, 64, D)
+        dk16 = (dk_acc * ds_scale).to(dtype)
+        tma.store_wait(0)
+        part.store(dk16)
+        fence_async_shared()
+        store_box(dk, row, lk, own, kv_head * D, part, 64, D)
+        tile += 1
+        row, lk, q_row, lq, n0 = n_row, n_lk, n_q_row, n_lq, n_n0
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
+def hopper_bwd_kernel(
+    q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
+    batch, rows, k_rows, left, right, scale, ds_scale, dv_scale,
+    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
+    fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
+    fill_flat(dv, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
+    if DIRECT:
+        H: gl.constexpr = HKV * GROUP
+        fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+    total = gl.load(tile_count) * HKV
+    dtype: gl.constexpr = q.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    k_slot = gl.allocate_shared_memory(dtype, [1, 128, D], tile)
+    v_slot = gl.allocate_shared_memory(dtype, [1, 128, D], tile)
+    q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
+    do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
+    ds_slots = gl.allocate_shared_memory(dtype, [BUFFERS, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
+    staging = gl.allocate_shared_memory(gl.float32, [2, 64, D // 2], gl.NVMMASharedLayout.get_default_for([64, D // 2], gl.float32))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
+    delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
+    q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
+    do_full, do_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    k_full, k_empty = make_barriers(1, 1), make_barriers(1, 2)
+    v_full, v_empty = make_barriers(1, 1), make_barriers(1, 2)
+    ds_full, ds_empty = make_barriers(BUFFERS, 2), make_barriers(BUFFERS, 2)
+    fence_async_shared()
+    if SOFTMAX:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
+                        q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
+                        q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        q, k, v, dout, table, total, q_slots, do_slots, k_slot, v_slot, q_full, q_empty, do_full, do_empty,
+                        k_full, k_empty, v_full, v_empty, left, right,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES,
+                    ),
+                ),
+                (
+                    _statistics,
+                    (
+                        lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
+                        HKV, GROUP, CAUSAL, WINDOW, STAGES,
+                    ),
+                ),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
+                        q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
+                        q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        q, k, v, dout, table, total, q_slots, do_slots, k_slot, v_slot, q_full, q_empty, do_full, do_empty,
+                        k_full, k_empty, v_full, v_empty, left, right,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

@@ -50,7 +50,7 @@ def distill(
         raise ConfigError(
             f"the source {config.data.source!r} has no files for the teacher to predict",
             where="data.source",
-            fix='set source = "parquet"; a followed log gets the column where it is written, by gemrec predict, and [train.distill.teacher]',
+            fix='set source = "parquet"; a followed log gets the column where it is written, by gemrec predict; set train.distill.teacher',
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(

@@ -56,7 +56,8 @@ def config_toml(
 ) -> str:
     """A configuration that trains on files ``splits`` (split -> path or paths relative to ``root``, the folder of the file; filters too).
 
-    ``model`` is the ``[model]`` table; None: `tiny` of GEM. ``splits`` may hold further options of the ``source``, ``evaluation`` of [eval].
+    ``model`` is the ``[model]`` table; None: `tiny` of GEM. ``splits`` may hold further options of the ``source``; ``evaluation`` is added
+    to ``[eval]``.
     """
     data = {
         "run": {"name": name},

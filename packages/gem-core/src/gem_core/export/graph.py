@@ -16,8 +16,8 @@ from gem_core.export import traceable
 from gem_core.model.contract import TableSet
 
 SPARE = 2
-"""Samples of one event that the graph adds to every batch, and rows to the longest history: export gives sizes of 0 and 1 a meaning of their
-own, so that inside no size may be below 2, and a request of one sample without any event is as good as another."""
+"""Samples of one event that the graph adds to every batch, and rows to the longest history: export gives sizes of 0 and 1 a meaning of
+their own, so inside no size may be below 2, and a request of one sample without any event is as good as another."""
 
 
 @runtime_checkable
@@ -34,8 +34,9 @@ class Servable(Protocol):
 class Input:
     """One tensor of the graph's input dictionary.
 
-    ``rows``: what its first dimension counts: "samples" B, "offsets" B + 1, "events" of ``history``, or "longest", whose only content is its
-    length, at least that of the longest history of the batch. ``shape``: the other dimensions. ``feature``: the path below ``features``.
+    ``rows``: what its first dimension counts: "samples" B, "offsets" B + 1, "events" of ``history``, or "longest", whose only content is
+    its length, at least that of the longest history of the batch. ``shape``: the other dimensions. ``feature``: the path below
+    ``features``.
     """
 
     name: str

@@ -122,8 +122,8 @@ def manifest(
 
     ``program.inputs``: name, dtype, what its rows count, and for embedding rows the table and how ids are pooled. ``features``: the part of
     the run's ``[features]`` that the program reads, and in ``ids`` how values become rows of tables: ``way`` is "hash" (``salt``), "cross"
-    (two columns, ``salt``), "vocabulary", "edges" (``edges``) or "id" (the value itself), into ``rows`` rows, with ``default`` and ``policy``
-    for what is missing or unknown. The hash is that of `gem_core.sources.hashing`.
+    (two columns, ``salt``), "vocabulary", "edges" (``edges``) or "id" (the value itself), into ``rows`` rows, with ``default`` and
+    ``policy`` for what is missing or unknown. The hash is that of `gem_core.sources.hashing`.
     """
     retrieval = isinstance(model, Retrieval)
     read = {i.feature for i in inputs if i.feature is not None} | {"dense"}

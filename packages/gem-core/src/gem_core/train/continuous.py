@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gem_core.batch import Batch
 from gem_core.config import Config, Features
 from gem_core.config.features import Sparse
 from gem_core.errors import CheckpointError, ConfigError
-from gem_core.model.contract import Shards, TableSet
+from gem_core.model.contract import Shards
 from gem_core.model.tables import LocalTables, sparse_group
 from gem_core.sources.fitted import load_fitted
 from gem_core.sources.hashing import key_of, mix64
@@ -96,8 +96,8 @@ class Recency:
 def warm_start(parts: Parts, dense: DenseAdamW, config: Config) -> dict[str, Any]:
     """Load the newest checkpoint of the run ``train.warm_start`` into ``parts`` and ``dense``; what of it, for run.json.
 
-    :raises CheckpointError: no usable checkpoint, another model, or a table that became smaller; ConfigError: a table whose ids would change
-        their meaning by growing.
+    :raises CheckpointError: no usable checkpoint, another model, or a table that became smaller; ConfigError: a table whose ids would
+        change their meaning by growing.
     """
     before = Path(str(config.train.warm_start))
     checkpoint, _ = RunFolder(before).checkpoints.latest()

@@ -14,7 +14,16 @@ from gem_core.errors import ConfigError
 pytestmark = pytest.mark.isolation
 
 
-@pytest.mark.parametrize(("kind", "offers"), [("kernel", {"kernel": ["norm/zed"]}), ("source", {"source": ["zed"]})])
+OFFERS = {
+    "kernel": {"kernel": ["norm/zed"]},
+    "source": {"source": ["zed"]},
+    "model": {"model": ["zed"]},
+    "recipe": {"recipe": ["zed"]},
+    "strategy": {"dense_strategy": ["zed"]},
+}
+
+
+@pytest.mark.parametrize(("kind", "offers"), OFFERS.items())
 def test_a_new_package_is_a_plugin(kind: str, offers: dict, wheels: dict[str, Path], isolate, run: Callable, tmp_path: Path):
     write("acme-zed", kind, tmp_path)
     (wheel,) = isolate.build_wheels([tmp_path / "acme-zed"], tmp_path / "wheels")

@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 from gem_core.config import Features
-from gem_core.errors import ConfigError, DataError
+from gem_core.errors import ConfigError
 from gem_core.plugins import manager
-from gem_core.testing.sources import source_checks
+from gem_core.testing.plugins import PluginConformance
+from gem_core.testing.sources import check_bad_input, source_checks
 
 HERE = Path(__file__).parents[1]
 SPEC = manager().find("source", "sqlite")
 FEATURES = Features.model_validate(tomllib.loads((HERE / "acme.toml").read_text())["features"])
+
+
+class TestPackage(PluginConformance):
+    distribution = "gem-data-acme"
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +57,17 @@ def test_the_newest_events_are_kept(database):
 
 
 def test_a_missing_database_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"does not exist[\s\S]*nowhere\.sqlite"):
-        build(tmp_path / "nowhere.sqlite")
+    check_bad_input(lambda: build(tmp_path / "nowhere.sqlite"), "does not exist", "nowhere.sqlite")
 
 
 def test_a_missing_column_is_named(database):
     features = Features.model_validate({"dense": {"colour": {}}, "labels": {"ctr": {"column": "click"}}})
-    with pytest.raises(DataError, match=r"no such column: colour[\s\S]*table train"):
-        next(iter(build(database, features)))
+    check_bad_input(lambda: build(database, features), "no such column: colour", "table train")
 
 
 def test_an_id_that_does_not_fit_is_named(database):
     features = Features.model_validate({"sparse": {"item": {"rows": 7}}, "labels": {"ctr": {"column": "click"}}})
-    with pytest.raises(DataError, match=r"does not fit a table of 7 rows[\s\S]*features\.sparse\.item"):
-        list(build(database, features))
+    check_bad_input(lambda: build(database, features), "does not fit a table of 7 rows", "features.sparse.item")
 
 
 def test_what_it_cannot_read_is_refused(database):

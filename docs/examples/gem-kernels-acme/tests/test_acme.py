@@ -9,8 +9,13 @@ from gem_core import ops
 from gem_core.errors import OpError
 from gem_core.plugins import manager
 from gem_core.testing.kernels import KernelConformance
+from gem_core.testing.plugins import PluginConformance
 
 SPEC = manager().find("kernel", "gdpa/acme")
+
+
+class TestPackage(PluginConformance):
+    distribution = "gem-kernels-acme"
 
 
 class TestAcme(KernelConformance):

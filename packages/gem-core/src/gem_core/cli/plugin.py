@@ -16,7 +16,10 @@ from gem_core.errors import ConfigError
 
 KINDS = {
     "kernel": ("kernel", "norm/{short}", '[kernels.ops]\nnorm = "{short}"', ""),
-    "source": ("source", "{short}", '[data]\nsource = "{short}"', ', "numpy>=2.0", "pydantic>=2.7"'),
+    "source": ("source", "{short}", '[data]\nsource = "{short}"', ', "numpy>=1.26", "pydantic>=2.9"'),
+    "model": ("model", "{short}", '[model]\nname = "{short}"', ""),
+    "recipe": ("recipe", "{short}", '[precision]\nrecipe = "{short}"', ""),
+    "strategy": ("strategy", "{short}", '[parallel]\ndense = "{short}"', ""),
 }
 """Kind -> module of the part, name of the offer, lines of a configuration that choose it, further needs."""
 
@@ -27,7 +30,10 @@ def register(app: CommandGroups) -> None:
 
 def new(
     name: Annotated[str, typer.Argument(help="Name of the distribution, as in acme-kernels.")],
-    kind: Annotated[Literal["kernel", "source"], typer.Option("--kind", help="What it offers.")] = "kernel",
+    kind: Annotated[
+        Literal["kernel", "source", "model", "recipe", "strategy"],
+        typer.Option("--kind", help="What it offers; a strategy is one of the dense part."),
+    ] = "kernel",
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The package's folder is made in this one.")] = Path(),
 ) -> None:
     """Make the folder of a plug-in package: pyproject, plug-in object, a working implementation to replace, its conformance test.
@@ -68,7 +74,8 @@ def write(name: str, kind: str, out: Path) -> list[Path]:
         "README.md": "readme.txt",
         f"src/{module}/plugin.py": f"{kind}/plugin.txt",
         f"src/{module}/{part}.py": f"{kind}/part.txt",
-        f"tests/test_{module}.py": f"{kind}/test.txt",
+        "tests/test_package.py": "package.txt",
+        f"tests/test_{part}.py": f"{kind}/test.txt",
     }
     template = files("gem_core.cli").joinpath("template")
     texts = {target: template.joinpath(*page.split("/")).read_text() for target, page in pages.items()}

@@ -21,7 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
-    add_box, alive, fill_flat, load_box, make_barriers, query_range, read_tile, store_box,
+    add_box,
+    alive,
+    fill_flat,
+    load_box,
+    make_barriers,
+    query_range,
+    read_tile,
+    store_box,
 )  # fmt: skip
 
 LOG2E = gl.constexpr(1.4426950408889634)

@@ -53,8 +53,8 @@ def read_tile(table, item, total, H: gl.constexpr):
 
 @gluon.jit
 def alive(x):
-    """``x`` itself. Triton 3.6 takes a value that a loop carries for dead where all it does is bound a loop inside, and drops its new value:
-    the inner loop then runs as often as for the first item. An operand of an instruction with effects is not dropped.
+    """``x`` itself. Triton 3.6 takes a value that a loop carries for dead where all it does is bound a loop inside, and drops its new
+    value: the inner loop then runs as often as for the first item. An operand of an instruction with effects is not dropped.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 

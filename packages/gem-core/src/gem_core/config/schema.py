@@ -117,7 +117,9 @@ class Schedule(FrozenConfig):
 class Distill(FrozenConfig):
     """``[train.distill]``: an auxiliary head learns a larger model's predictions, and the trunk with it; see `gem_core.train.distill`."""
 
-    teacher: dict[str, str] = Field(min_length=1, description="task -> column with the teacher's probability of it")
+    teacher: dict[str, str] = Field(
+        default_factory=dict, description="task -> column with the teacher's probability of it; 'gemrec distill' fills it in"
+    )
     weight: float = Field(1.0, ge=0, description="of the auxiliary head's losses beside the labels'")
     alpha: float = Field(1.0, gt=0, description="the target is clip(alpha * probability, 0, 1): more than 1 where positives are rare")
     beta: float = Field(1.0, ge=0, description="factor of the auxiliary head's gradient where it enters the trunk")

@@ -104,6 +104,12 @@ def attach(model: nn.Module, config: Config) -> None:
     distill = config.train.distill
     if distill is None:
         return
+    if not distill.teacher:
+        raise ConfigError(
+            "nothing says where the teacher's predictions are",
+            where=config.origin.where(("train", "distill")),
+            fix='set train.distill.teacher = { TASK = "column" }, or train by gemrec distill, which writes them',
+        )
     unknown = sorted(set(distill.teacher) - set(config.features.labels))
     if unknown:
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
 from gem_core.train.collective import GatherOptions, Topology
 from gem_parallel.collectives import gatherer, members, topology
-from gem_parallel.collectives.copy_engine import CopyEngineGather, HierarchicalGather
+from gem_parallel.collectives.copy_engine import CopyEngineGather, HierarchicalGather, PushedMean
 
 CPU = torch.device("cpu")
 KINDS = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
@@ -93,6 +93,28 @@ def source_often(rank, world, task):
 
 def test_memory_that_is_gathered_from_again_and_again(tmp_path):
     assert all(not found["wrong"].numel() for found in run_processes(3, source_often, {"iterations": 300}, tmp_path))
+
+
+def mean_often(rank, world, task):
+    """Chunks of a few hundred numbers, so that many are under way."""
+    members_of = CopyEngineGather(dist.group.WORLD, GatherOptions(CPU, Topology("cpu", (0,) * world), timeout_s=30))._members()
+    mean, g, off = PushedMean(members_of, chunk=1024), random.Random(7), 0.0
+    for i in range(task["iterations"]):
+        n = g.choice([0, 1, 255, 256, 257, g.randrange(3000)])
+        parts = [torch.randn(world * n, generator=torch.Generator().manual_seed(i * 100 + r)) for r in range(world)]
+        if random.Random(i + rank).random() < 0.1:
+            time.sleep(2e-3)
+        out = torch.full((n,), float("nan"))
+        mean(out, parts[rank])
+        if n:
+            off = max(off, float((out - torch.stack(parts).mean(0).view(world, n)[rank]).abs().max()))
+    return {"off": off}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_means_of_parts_that_others_send(world, tmp_path):
+    for found in run_processes(world, mean_often, {"iterations": 300}, tmp_path):
+        assert found["off"] < 1e-6  # and no NaN: all of the result was written
 
 
 MODEL = {"name": "gem", "layers": 3, "dim": 8, "embedding_dim": 8, "interaction": {"experts": ["wukong", "dcnv2", "wukong", "dot"]}}

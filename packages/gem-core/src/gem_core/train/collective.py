@@ -75,6 +75,10 @@ class Gatherer(Protocol):
     def source(self, size: int) -> Source:
         """``size`` bytes that members gather from. Collective, like `allocate`."""
 
+    def mean(self, out: Tensor, whole: Tensor) -> None:
+        """``out [n]``: this member's part of the mean of all members' ``whole [group.size() * n]``, contiguous fp32. In the order of the
+        current stream."""
+
     def describe(self) -> str:
         """One line for the head of a run."""
 

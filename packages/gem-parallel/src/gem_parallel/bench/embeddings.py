@@ -36,6 +36,7 @@ from gem_core.jagged import Jagged
 from gem_core.model.contract import Lookup, TableSet, TableSpec
 from gem_core.train.mesh import Mesh
 from gem_parallel.bench import peers, report
+from gem_parallel.collectives.copy_engine import CopyEngineGather, CopyEngineSource
 from gem_parallel.sparse.comm import Lane, axes
 from gem_parallel.sparse.config import Gem2dConfig
 from gem_parallel.sparse.rowwise import segment_sum
@@ -45,8 +46,9 @@ from gem_parallel.sparse.twod import Tables2d
 OPTIMIZER = TableOptimizer(lr=0.02, eps=1e-3)
 GEM: dict[str, dict[str, Any]] = {
     "gem-2d whole, torchrec order": {"schedule": "torchrec"},
-    "gem-2d whole, torchrec order, four chunks": {"schedule": "torchrec", "chunks": 4},
+    "gem-2d whole, torchrec order, copy engine": {"schedule": "torchrec", "collective": "copy-engine"},
     "gem-2d whole, article order": {"schedule": "article"},
+    "gem-2d whole, article order, copy engine": {"schedule": "article", "collective": "copy-engine"},
     "gem-2d touched": {"exchange": "touched"},
 }
 BASE = "TorchRec FULLY_SHARDED"
@@ -66,7 +68,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--tower", type=int, nargs="+", default=[24], help="layers of the dense tower (8192 x 8192, bf16)")
     p.add_argument(
-        "--ctas", type=int, nargs="+", default=[8, 0, 4, 16], help="limits of the exchange's SMs to try beside the tower; 0: none"
+        "--by", nargs="+", default=["copy-engine", "8", "0"], help="beside the tower: a back end, or NCCL with so many SMs (0: no limit)"
     )
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument("--budget", type=float, default=1e9, help="seconds after which nothing more is begun")
@@ -232,7 +234,8 @@ class Bench:
             "error": worst,
         }
         if self.cuda:
-            row["peak GiB"] = self.slowest((torch.cuda.max_memory_allocated(self.device) - started) / 2**30)
+            outside = getattr(module, "outside_bytes", 0)
+            row["peak GiB"] = self.slowest((torch.cuda.max_memory_allocated(self.device) - started + outside) / 2**30)
             row["reserved GiB"] = self.slowest(torch.cuda.max_memory_reserved(self.device) / 2**30)
         self.say(str(row))
         del module, step
@@ -247,14 +250,17 @@ def check_simulators(bench: Bench) -> list[dict[str, Any]]:
     world, device, kernel = bench.world, str(bench.device), "fbgemm" if bench.cuda else "torch"
     rows: list[dict[str, Any]] = []
     for prefetch in (True, False):
-        for schedule, exchange in (("torchrec", "whole"), ("article", "whole"), ("article", "touched")):
+        for schedule, exchange, by in (
+            ("torchrec", "whole", "default"), ("article", "whole", "default"), ("article", "touched", "default"),
+            ("torchrec", "whole", "copy-engine"), ("article", "whole", "copy-engine"),
+        ):  # fmt: skip
             if prefetch is False and not bench.time_left():
                 continue
             task = {
                 "strategy": "gem-2d", "model": bench.args.model, "steps": 10, "weighted": prefetch, "prefetch": prefetch,
                 "samples": [s[:world] for s in ([4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1))],
                 "optimizer": {"lr": 0.1, "eps": 1e-3},
-                "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row"},
+                "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row", "collective": by},
             }  # fmt: skip
             try:
                 found = run_rank(bench.rank, world, task, device)
@@ -264,7 +270,9 @@ def check_simulators(bench: Bench) -> list[dict[str, Any]]:
             except Exception:
                 print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
                 error = float("inf")
-            rows.append({"exchange": exchange, "schedule": schedule, "kernel": kernel, "ids ahead": str(prefetch), "largest error": error})
+            rows.append(
+                {"exchange": exchange, "schedule": schedule, "by": by, "kernel": kernel, "ids ahead": str(prefetch), "largest error": error}
+            )
             bench.say(str(rows[-1]))
     return rows
 
@@ -272,7 +280,11 @@ def check_simulators(bench: Bench) -> list[dict[str, Any]]:
 def wrong(rows: list[dict[str, Any]], options: dict[str, Any]) -> bool:
     """Whether some check of the mode is off by more than fp32 rounding."""
     mode = Gem2dConfig.model_validate(options)
-    return any(not r["largest error"] < 1e-4 for r in rows if (r["exchange"], r["schedule"]) == (mode.exchange, mode.schedule))
+    return any(
+        not r["largest error"] < 1e-4
+        for r in rows
+        if (r["exchange"], r["schedule"], r["by"]) == (mode.exchange, mode.schedule, mode.collective)
+    )
 
 
 def _against_simulator(ranks: list[Any], task: dict[str, Any], world: int, schedule: str) -> float:
@@ -316,18 +328,23 @@ class Tower(nn.Module):
 @contextmanager
 def without_exchange() -> Iterator[None]:
     """Gathers and reduce-scatters do nothing: only for timing."""
-    kept = Lane.all_gather, Lane.reduce_mean
-    Lane.all_gather = Lane.reduce_mean = lambda self, out, data: None  # type: ignore[method-assign]
+    places = [(Lane, "all_gather"), (Lane, "reduce_mean"), (CopyEngineSource, "gather"), (CopyEngineGather, "mean")]
+    kept = [getattr(kind, name) for kind, name in places]
+    for kind, name in places:
+        setattr(kind, name, lambda self, *given: None)
     try:
         yield
     finally:
-        Lane.all_gather, Lane.reduce_mean = kept  # type: ignore[method-assign]
+        for (kind, name), method in zip(places, kept):
+            setattr(kind, name, method)
 
 
-def overlap(bench: Bench, schedule: str, layers: int, ctas: int) -> dict[str, Any]:
+def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]:
     a = bench.args
     bench.clean()
-    module, ok = bench.gem({"schedule": schedule, "window": a.tables}, ctas), torch.ones((), dtype=torch.bool, device=bench.device)
+    ctas = int(by) if by.isdigit() else 0
+    options = {"schedule": schedule, "window": a.tables, **({} if by.isdigit() else {"collective": by})}
+    module, ok = bench.gem(options, ctas), torch.ones((), dtype=torch.bool, device=bench.device)
     tower = Tower(a.tables * a.dim, 8192 if bench.cuda else 64, layers, bench.device)
 
     def step(i: int) -> None:
@@ -358,8 +375,9 @@ def overlap(bench: Bench, schedule: str, layers: int, ctas: int) -> dict[str, An
     rounds = 2 if schedule == "article" else 1  # gathers a step
     gathers = bench.slowest(statistics.median(bench.timed(lambda i: _gathers(module), a.steps, a.warmup))) if rounds == 2 else 0.0
     total = alone + gathers
+    told = (f"NCCL, {ctas} SMs" if ctas else "NCCL") if by.isdigit() else by
     row = {
-        "schedule": schedule, "tower layers": layers, "SM limit": ctas or None, "step ms": full, "without exchange ms": bare,
+        "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, "without exchange ms": bare,
         "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - bare) / total),
     }  # fmt: skip
     bench.say(str(row))
@@ -396,13 +414,13 @@ def main() -> None:
         builds |= {name: partial(bench.peer_step, name) for name in PEERS if name != BASE}
     found: dict[str, list[dict[str, Any]]] = {}
     timed(bench, data, found, builds)
-    for layers, schedule, ctas in product(args.tower, ("torchrec", "article"), args.ctas if bench.cuda else [0]):
+    for layers, schedule, by in product(args.tower, ("torchrec", "article"), args.by if bench.cuda else ["0"]):
         if wrong(data["correctness"], {"schedule": schedule}) or not bench.time_left():
             continue
         try:
-            data["overlap"].append(overlap(bench, schedule, layers, ctas))
+            data["overlap"].append(overlap(bench, schedule, layers, by))
         except Exception:
-            data["failed"].append({"strategy": f"tower, {schedule}, {ctas}", "error": traceback.format_exc().splitlines()[-1]})
+            data["failed"].append({"strategy": f"tower, {schedule}, {by}", "error": traceback.format_exc().splitlines()[-1]})
             print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
         save(bench, data)
     for round_ in range(1, args.rounds):

@@ -27,6 +27,10 @@ PIECE = 1 << 20
 CHUNK = 16 << 20
 """Bytes of a part that travel between hosts at a time."""
 ALIGN = 512
+MEAN_CHUNK = 32 << 20
+"""Bytes of a part that a member sends to another at a time to be averaged."""
+
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def members_of(group: Any, options: GatherOptions) -> Members:
@@ -40,6 +44,7 @@ class CopyEngineGather:
         self.group, self.options, self.size = group, options, group.size()
         self.members = self._members()
         self.ring = Ring(self.members, options)
+        self._mean: PushedMean | None = None
 
     def _members(self) -> Members:
         return members_of(self.group, self.options)
@@ -58,6 +63,12 @@ class CopyEngineGather:
 
     def source(self, size: int) -> CopyEngineSource:
         return CopyEngineSource(self.members, size)
+
+    def mean(self, out: Tensor, whole: Tensor) -> None:
+        if self._mean is None:
+            # lanes of its own: a gather and a mean may be under way at once
+            self._mean = PushedMean(self._members())
+        self._mean(out, whole)
 
     def describe(self) -> str:
         kind = "copy engine" if self.options.device.type == "cuda" else "shared memory"
@@ -90,6 +101,59 @@ class CopyEngineSource:
             target.copy_(stored, non_blocking=True)
         self.members.join()
         window.done()
+
+
+class PushedMean:
+    """Reduce-scatter of a mean over the members of one host: each member copies the others' parts into their memory, chunk by chunk, and
+    adds up what it has got. Two chunks are under way at once; only the sums need SMs."""
+
+    def __init__(self, members: Members, chunk: int = MEAN_CHUNK) -> None:
+        self.members, self.chunk = members, chunk // 4
+        self.window = members.window(2 * members.size * chunk)
+        self.pieces = max(1, members.lanes // max(1, members.size - 1))
+
+    def __call__(self, out: Tensor, whole: Tensor) -> None:
+        window, rank, n = self.window, self.members.rank, out.numel()
+        flat_out, parts = out.view(-1), whole.view(self.members.size, n)
+        chunks = [(a, min(n, a + self.chunk)) for a in range(0, n, self.chunk)]
+        self.members.fork()
+        sent: list[int] = []
+        for i, (a, b) in enumerate(chunks):
+            window.publish()  # the half of this chunk is free: the sums of the last one in it are behind the caller
+            sent.append(window.published)
+            for j, peer in enumerate(window.others()):
+                self._push(peer, j, i % 2, parts[peer, a:b], window.published)
+            if i:
+                self._add(flat_out, parts[rank], chunks[i - 1], (i - 1) % 2, sent[i - 1])
+        if chunks:
+            self._add(flat_out, parts[rank], chunks[-1], (len(chunks) - 1) % 2, sent[-1])
+        self.members.join()
+
+    def _slot(self, memory: Tensor, half: int, sender: int) -> Tensor:
+        at = (half * self.members.size + sender) * self.chunk
+        return memory.view(torch.float32)[at : at + self.chunk]
+
+    def _push(self, peer: int, place: int, half: int, data: Tensor, count: int) -> None:
+        step = -(-data.numel() // self.pieces)
+        target = self._slot(self.window.peers[peer], half, self.members.rank)
+        for k in range(self.pieces):
+            a, b = min(k * step, data.numel()), min((k + 1) * step, data.numel())
+            self.members.run((place * self.pieces + k) % self.members.lanes, partial(self._send, peer, k, target[a:b], data[a:b], count))
+
+    def _send(self, peer: int, piece: int, target: Tensor, data: Tensor, count: int) -> None:
+        self.window.ready(peer, count)
+        if data.numel():
+            target.copy_(data, non_blocking=True)
+        self.window.arrive(peer, piece, count)
+
+    def _add(self, out: Tensor, own: Tensor, chunk: tuple[int, int], half: int, count: int) -> None:
+        window, (a, b) = self.window, chunk
+        total = own[a:b]
+        for peer in window.others():
+            for k in range(self.pieces):
+                window.arrived(peer, k, count)
+            total = torch.add(total, self._slot(window.memory, half, peer)[: b - a], out=out[a:b])
+        out[a:b].mul_(1.0 / self.members.size)
 
 
 class HierarchicalGather(CopyEngineGather):
@@ -135,6 +199,10 @@ class HierarchicalGather(CopyEngineGather):
         ops += [dist.P2POp(dist.irecv, parts[h], peer, group=self.between) for h, peer in enumerate(self.peers) if h != self.host]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+
+    def mean(self, out: Tensor, whole: Tensor) -> None:
+        """By the process group: sums are not the copy engine's business, and between hosts they are best made on the way."""
+        group_mean(out, whole, self.group)
 
     def source(self, size: int) -> HierarchicalSource:
         return HierarchicalSource(self, size)
@@ -231,6 +299,15 @@ def pull(members: Members, window: Window, wanted: Iterable[tuple[int, Tensor, i
 def _copy(window: Window, peer: int, count: int, target: Tensor, at: int) -> None:
     window.ready(peer, count)
     target.copy_(window.peers[peer][at : at + target.numel()], non_blocking=True)
+
+
+def group_mean(out: Tensor, whole: Tensor, group: Any) -> None:
+    """Reduce-scatter of a mean by the process group."""
+    if whole.is_cuda:
+        _reduce_scatter(out, whole, op=dist.ReduceOp.AVG, group=group)
+    else:
+        _reduce_scatter(out, whole, group=group)
+        out.div_(group.size())
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import queue
 import tempfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +27,7 @@ from gem_core.errors import DeviceError
 from gem_parallel.collectives import driver
 
 HEAD = 4096
-"""Bytes of flags before the memory of a window: a word for every member that has published, and one for every member that is done."""
+"""Bytes of flags before the memory of a window: a word for each member that has published, that is done, and for each piece it sends."""
 
 
 class Window(ABC):
@@ -62,6 +63,17 @@ class Window(ABC):
         for peer in self.others():
             self._signal(peer, self.size + self.rank, self.published)
 
+    def arrive(self, peer: int, part: int, count: int) -> None:
+        """In the caller's order: tell ``peer`` that the ``part``-th piece of what this member writes into its memory is there."""
+        self._signal(peer, self._arrivals(self.rank, part), count)
+
+    def arrived(self, peer: int, part: int, count: int) -> None:
+        """In the caller's order: go on once ``peer`` has told so ``count`` times."""
+        self._wait(self._arrivals(peer, part), count)
+
+    def _arrivals(self, sender: int, part: int) -> int:
+        return (2 + part) * self.size + sender
+
     def reclaim(self) -> None:
         """In the caller's order: go on once all others are done."""
         if self.published:
@@ -80,6 +92,12 @@ class Members(ABC):
 
     def __init__(self, group: Any, lanes: int) -> None:
         self.group, self.rank, self.size, self.lanes = group, group.rank(), group.size(), lanes
+        self._windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+    @property
+    def bytes(self) -> int:
+        """Of the windows of this process; CUDA's allocator does not count them."""
+        return sum(w.memory.numel() for w in self._windows)
 
     @abstractmethod
     def window(self, size: int) -> Window:
@@ -108,7 +126,9 @@ class CudaMembers(Members):
         self._streams = [torch.cuda.Stream(device, priority=high) for _ in range(lanes)]  # type: ignore[no-untyped-call]
 
     def window(self, size: int) -> Window:
-        return _CudaWindow(self, size)
+        made = _CudaWindow(self, size)
+        self._windows.add(made)
+        return made
 
     def fork(self) -> None:
         here = torch.cuda.current_stream(self.device).record_event()
@@ -170,7 +190,9 @@ class HostMembers(Members):
             threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"gather-{i}").start()
 
     def window(self, size: int) -> Window:
-        return _HostWindow(self, size)
+        made = _HostWindow(self, size)
+        self._windows.add(made)
+        return made
 
     def fork(self) -> None:
         """What the caller has done is done."""
@@ -217,8 +239,8 @@ class _HostWindow(Window):
         mine, until = self._flags[self.rank], time.monotonic() + self.timeout_s
         while mine[flag] < value:
             if time.monotonic() > until:
-                peer, what = flag % self.size, "read from" if flag >= self.size else "publish"
-                raise DeviceError(f"member {peer} of the host did not {what} its memory within {self.timeout_s:.0f} s")
+                what = ("publish its memory", "read from this one's memory")[flag // self.size] if flag < 2 * self.size else "send its part"
+                raise DeviceError(f"member {flag % self.size} of the host did not {what} within {self.timeout_s:.0f} s")
             time.sleep(0)
 
 

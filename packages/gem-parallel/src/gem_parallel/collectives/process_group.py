@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.train.collective import GatherOptions
-from gem_parallel.collectives.copy_engine import flat
+from gem_parallel.collectives.copy_engine import flat, group_mean
 from gem_parallel.collectives.members import timeout_of
 
 # Newer releases of torch have renamed it.
@@ -32,6 +32,9 @@ class GroupGather:
 
     def source(self, size: int) -> GroupSource:
         return GroupSource(self, size)
+
+    def mean(self, out: Tensor, whole: Tensor) -> None:
+        group_mean(out, whole, self.group)
 
     def describe(self) -> str:
         return f"{self.size} members by {dist.get_backend(self.group)}" + (f", at most {self.options.ctas} SMs" if self.limited else "")

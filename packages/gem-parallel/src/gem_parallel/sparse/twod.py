@@ -352,6 +352,12 @@ class Tables2d(nn.Module):
         held = [s.memory for s in self.slots] + [t for u in self.whole_units if not u.alone for t in u.engine.bound]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of device memory that CUDA's allocator does not count: what replicas read of each other by copies."""
+        members = {id(m): m for u in self.whole_units for m in (getattr(u.gatherer, "members", None),) if m is not None}
+        return sum(m.bytes for m in members.values())
+
     def describe(self) -> list[str]:
         """Plan, bytes a rank, and what overlaps what."""
         layout, axes = self.layout, self.axes

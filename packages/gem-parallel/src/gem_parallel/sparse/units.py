@@ -35,6 +35,7 @@ class WholeUnit:
 
     def __init__(self, unit: Unit, engine: Engine, axes: Axes, chunks: int, gatherer: Gatherer | None = None) -> None:
         self.unit, self.engine, self.axes, self.chunks = unit, engine, axes, chunks
+        self.gatherer = gatherer
         self.source: Source | None = None
         self.dtype, device = DTYPES[unit.dtype], axes.device
         self.generator = torch.Generator(device)
@@ -121,7 +122,10 @@ class WholeUnit:
 
     def _average(self, lane: Lane, whole: Tensor, part: Tensor) -> None:
         if whole.dtype == torch.float32:
-            lane.reduce_mean(part, whole)
+            if self.gatherer is None:
+                lane.reduce_mean(part, whole)
+            else:
+                self.gatherer.mean(part, whole)
             return
         # A sum in 16 bits would round the mean, always to nearest, and so undo small updates that stochastic rounding kept.
         n = part.shape[0]

@@ -110,7 +110,7 @@ def test_eval_of_a_checkpoint_that_does_not_fit(config, tmp_path, capsys):
     assert "data.synthetic.eval" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_resuming_finishes_it(config, tmp_path, number):
     folder, whole = tmp_path / "run", tmp_path / "whole"
     command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", str(config)]

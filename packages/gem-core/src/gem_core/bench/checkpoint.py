@@ -73,8 +73,8 @@ def measure(config: Config, folder: Path, *, every: int, saves: int) -> dict[str
 
 
 def costs(ends: Sequence[float], saves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``ends[i]``: the clock after step i + 1. ``saves``: ``step`` that saves, ``seen_after`` (the step after which the checkpoint was known
-    to be published), ``stall_s``, ``bytes``.
+    """``ends[i]``: the clock after step i + 1. ``saves``: ``step`` that saves, ``seen_after`` (the step after which the checkpoint was
+    known to be published), ``stall_s``, ``bytes``.
 
     ``step_ms``: the mean step that no checkpoint touches. Of each save also ``step_ms`` while the writer ran (the ones around the
     stall left out), ``writing_s``, ``lost_s`` and ``share``: ``lost_s`` over `INTERVAL_S`.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,7 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
+@cache
 def _commit() -> str | None:
     """Git commit of the working directory, with "-dirty" if tracked files differ; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]

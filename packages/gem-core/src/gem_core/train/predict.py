@@ -2,6 +2,7 @@
 
 On a CPU the samples of a batch are sorted by length, cut into parts that stay in the caches, and computed by one thread each on as many
 threads as torch has: operations on such parts are too short to be shared out themselves. Results come back in the order of the batch.
+On a CUDA device parts of the batch are computed one after another, while the next ones are on their way.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from gem_core.batch import Batch
 from gem_core.config import Features
 from gem_core.errors import ConfigError
 from gem_core.model.contract import Retrieval
+from gem_core.requests import expanded
 from gem_core.sources.contract import Source
 from gem_core.train.build import build_source, task_names
 from gem_core.train.offline import LoadedRun, loaded_run
 
 PART_SAMPLES, PART_EVENTS = 4096, 32_768
 """Most samples and, where there are several samples, most events that are computed at once on a CPU."""
+
+DEVICE_SAMPLES, DEVICE_EVENTS = 16_384, 524_288
+"""The same on a device, whose kernels balance histories of any length themselves."""
 
 
 class Predictor:
@@ -46,18 +51,37 @@ class Predictor:
         return self.run.step
 
     def __call__(self, batch: Batch) -> Tensor:
-        module, device = self.run.parts.module, self.run.runtime.device
-        if self._pool is None:
-            with torch.no_grad():
-                return _logits(module, batch.to(device), self.tasks).cpu()
+        module = self.run.parts.module
         if not batch.size:
             return torch.empty(0, len(self.tasks))
+        if self._pool is None:
+            return self._on_device(batch)
         order, cuts = by_length(batch)
         parts = (order[a:b] for a, b in zip(cuts, cuts[1:]))
         context = copy_context()
         waiting = [self._pool.submit(context.copy().run, _part, module, batch, rows, self.tasks) for rows in parts]
         out = torch.empty(batch.size, len(self.tasks))
         out[order] = torch.cat([w.result() for w in waiting])
+        return out
+
+    @torch.no_grad()
+    def _on_device(self, batch: Batch) -> Tensor:
+        """Parts of the batch in its own order, each copied while those before it are computed; the device is waited for once."""
+        module, device = self.run.parts.module, self.run.runtime.device
+        out = torch.empty(batch.size, len(self.tasks), pin_memory=True)
+        copies, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+        held = []
+        batch = expanded(batch)
+        cuts = in_order(batch)
+        for a, b in zip(cuts, cuts[1:]):
+            with torch.cuda.stream(copies):
+                host = batch.select_range(a, b).pin_memory()
+                part = host.to(device, non_blocking=True)
+            current.wait_stream(copies)
+            part.record_stream(current)
+            out[a:b].copy_(_logits(module, part, self.tasks), non_blocking=True)
+            held.append(host)
+        current.synchronize()
         return out
 
     def source(self, split: str) -> Iterator[tuple[Batch, Tensor]]:
@@ -91,18 +115,32 @@ def predictor(path: str | Path, *, overrides: Iterable[str] = (), step: int | No
                 torch.set_num_threads(threads)
 
 
+def in_order(batch: Batch) -> list[int]:
+    """Where to cut the samples, as they follow one another, into parts for a device."""
+    return _cuts(_events(batch).cumsum(0), DEVICE_SAMPLES, DEVICE_EVENTS)
+
+
 def by_length(batch: Batch) -> tuple[Tensor, list[int]]:
-    """Sample numbers ``[B]`` in the order of their events, and where in it to cut, so that each part is within the bounds above."""
-    groups = [*batch.sequences.values()]
-    events = torch.stack([g.lengths for g in groups]).sum(0) if groups else torch.zeros(batch.size, dtype=torch.int64)
+    """Sample numbers ``[B]`` in the order of their events, and where in it to cut for a CPU."""
+    events = _events(batch)
     order = torch.argsort(events, stable=True)
-    ends = events[order].cumsum(0)
-    cuts = [0]
-    while cuts[-1] < batch.size:
+    return order, _cuts(events[order].cumsum(0), PART_SAMPLES, PART_EVENTS)
+
+
+def _events(batch: Batch) -> Tensor:
+    """``[B]``"""
+    groups = [*batch.sequences.values()]
+    return torch.stack([g.lengths for g in groups]).sum(0) if groups else torch.zeros(batch.size, dtype=torch.int64)
+
+
+def _cuts(ends: Tensor, samples: int, events: int) -> list[int]:
+    """Edges of parts of at most ``samples`` samples and, where there are several, ``events`` events; ``ends [B]``: their running sum."""
+    cuts, size = [0], ends.numel()
+    while cuts[-1] < size:
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        fits = int(torch.searchsorted(ends, before + PART_EVENTS, right=True))
-        cuts.append(min(max(fits, cuts[-1] + 1), cuts[-1] + PART_SAMPLES, batch.size))
-    return order, cuts
+        fits = int(torch.searchsorted(ends, before + events, right=True))
+        cuts.append(min(max(fits, cuts[-1] + 1), cuts[-1] + samples, size))
+    return cuts
 
 
 @torch.no_grad()

@@ -67,6 +67,15 @@ def test_resources(compiled: list[dict]) -> None:
         assert kernel["spills"] <= limit, kernel
 
 
+@pytest.mark.slow
+def test_lengths_of_every_tile_are_read(compiled: list[dict]) -> None:
+    """What a consumer knows of its first tile it reads for each tile that follows."""
+    for kernel in compiled:
+        if kernel["job"] != "norm_linear":
+            for first, following in kernel["table_reads"]:
+                assert first == following >= 4, kernel
+
+
 def test_supported() -> None:
     if not spec._dialect():
         pytest.skip(spec._dialect().reason)

@@ -153,6 +153,6 @@ def attention_bwd_bias_kernel(
                     sums = tl.sum(tl.where(inside, shifted, 0.0), 0)
                     _add_by_distance(sums, diagonal + (n0 - m0 - shift), by_distance, radius)
             if bias_time is not None:
-                first, last = bucket_range(tq_low, tq_high, tk_low, tk_high, time_edges, edges, TIME_STEPS)
+                first, last, _far = bucket_range(tq_low, tq_high, tk_low, tk_high, time_edges, edges, TIME_STEPS)
                 _add_by_bucket(ds, tl.abs(tq[:, None] - tk[None, :]), first, last, by_bucket, time_edges)
             tl.debug_barrier()

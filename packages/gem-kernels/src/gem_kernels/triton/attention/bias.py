@@ -1,8 +1,8 @@
 """The relative bias of a tile of pairs: position table by clamped distance, time table by the bucket of a time difference.
 
 Both are looked up per pair only where they differ inside the tile. A tile further than R from the diagonal has one position value; a tile
-whose time differences all fall in one bucket has one time value, and one that spans up to three buckets takes two selects a pair. Only what
-remains is searched: log2(T) steps, each a gather from the edges.
+whose time differences all fall in one bucket has one time value, and one that spans few buckets takes one select a bucket and pair. Only
+what remains is searched: log2(T) steps, each a gather from the edges.
 
     edges     e0      e1          e2            bucket of |ti - tj| = number of edges <= |ti - tj|
     bucket  0  |   1   |    2      |     3
@@ -17,6 +17,10 @@ import triton.language as tl
 
 # Times of rows outside a tile must not widen its range: far apart, yet their differences fit int64.
 _FAR = tl.constexpr(1 << 61)
+# Below this, differences from the tile's earliest query fit int32.
+_SHORT = tl.constexpr(1 << 30)
+# Buckets of a tile up to which one select a bucket and pair is cheaper than a search.
+_FEW = tl.constexpr(16)
 
 
 @triton.jit
@@ -33,22 +37,24 @@ def load_times(times, row0, start, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_edges(difference, edges, count, STEPS: tl.constexpr):
-    """How many of the ascending ``edges [count]`` are <= ``difference`` (any shape, int64), by bisection; 2**STEPS > count."""
+    """How many of the ascending ``edges [count]`` are <= ``difference`` (int64, or int32 below _SHORT), by bisection; 2**STEPS > count."""
     low = (difference * 0).to(tl.int32)
     for step in tl.static_range(STEPS):
         probe = low + (1 << (STEPS - 1 - step))
         inside = probe <= count
         edge = tl.load(edges + probe - 1, inside, 0)
+        if difference.dtype == tl.int32:
+            edge = tl.minimum(edge, _SHORT).to(tl.int32)
         low = tl.where(inside & (edge <= difference), probe, low)
     return low
 
 
 @triton.jit
 def bucket_range(q_low, q_high, k_low, k_high, edges, count, STEPS: tl.constexpr):
-    """First and last bucket that |tq - tk| can fall into."""
+    """First and last bucket that |tq - tk| can fall into, and its largest value."""
     near = tl.maximum(tl.maximum(q_low - k_high, k_low - q_high), 0)
     far = tl.maximum(tl.maximum(q_high - k_low, k_high - q_low), near)
-    return count_edges(near, edges, count, STEPS), count_edges(far, edges, count, STEPS)
+    return count_edges(near, edges, count, STEPS), count_edges(far, edges, count, STEPS), far
 
 
 @triton.jit
@@ -65,16 +71,19 @@ def position_bias(p, j, nearest, farthest, table, radius):
 @triton.jit
 def time_bias(tq, tk, q_low, q_high, k_low, k_high, table, edges, count, STEPS: tl.constexpr):
     """``table[bucket(|tq - tk|)]`` for times (int64) whose ranges the scalars give."""
-    first, last = bucket_range(q_low, q_high, k_low, k_high, edges, count, STEPS)
+    first, last, far = bucket_range(q_low, q_high, k_low, k_high, edges, count, STEPS)
     bias = (tq * 0 + tk * 0).to(tl.float32) + tl.load(table + first).to(tl.float32)
     if last > first:
-        difference = tl.abs(tq - tk)
-        if last <= first + 2:
-            bias = tl.where(difference >= tl.load(edges + first), tl.load(table + first + 1).to(tl.float32), bias)
-            second = tl.minimum(first + 1, last - 1)
-            bias = tl.where(difference >= tl.load(edges + second), tl.load(table + second + 1).to(tl.float32), bias)
+        if far < _SHORT:
+            difference = tl.abs((tq - q_low).to(tl.int32) - (tk - q_low).to(tl.int32))
+            if last - first <= _FEW:
+                for edge in range(first, last):
+                    from_here = tl.minimum(tl.load(edges + edge), _SHORT).to(tl.int32)
+                    bias = tl.where(difference >= from_here, tl.load(table + edge + 1).to(tl.float32), bias)
+            else:
+                bias = tl.load(table + count_edges(difference, edges, count, STEPS)).to(tl.float32)
         else:
-            bias = tl.load(table + count_edges(difference, edges, count, STEPS)).to(tl.float32)
+            bias = tl.load(table + count_edges(tl.abs(tq - tk), edges, count, STEPS)).to(tl.float32)
     return bias
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gem_core.ops import siblings
 from gem_core.ops.contract import YES, Problem, Supported, no
 from gem_kernels.triton.attention import candidates
 from gem_kernels.triton.attention.backward_bias import attention_bwd_bias_kernel
@@ -98,9 +99,10 @@ class _Backward:
 
     def run(self, scheme: str) -> Saved:
         x, p = self.x, self.x.plan
-        dq = dk = dv = None
-        if self.need_keys or (p.targets and not p.shared and self.need_q) or scheme != "split":
-            dk, dv = _like(x.k), _like(x.v)
+        # slices of one tensor where q, k and v are those of one projection
+        keys = self.need_keys or (p.targets and not p.shared and self.need_q) or scheme != "split"
+        self.dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (self.need_q or scheme != "split", keys, keys))
+        dq = None
         d_target_k, d_target_v = self._own(dk, dv) if p.targets else (None, None)
         if scheme == "q_resident":
             dq = self._query_side("attention.q_resident", dk, dv)
@@ -113,11 +115,11 @@ class _Backward:
                 self._key_side("attention.dkdv", 0, None, dk, dv)
         else:
             direct = scheme == "kv_resident"
-            dq = _like(x.q) if direct else torch.zeros(x.q.shape, dtype=torch.float32, device=x.device)
+            dq = self.dq if direct else torch.zeros(x.q.shape, dtype=torch.float32, device=x.device)
             if p.softmax and not direct:
                 self._delta()
             self._key_side(f"attention.{scheme}", _DQ_MODES[scheme], dq, dk, dv)
-            dq = dq.to(x.q.dtype)
+            dq = dq if direct else self.dq.copy_(dq)
         d_position, d_time = self._bias() if self.need_bias else (None, None)
         grads = (dq, dk, dv, d_target_k, d_target_v, d_position, d_time)
         return tuple(g if need else None for g, need in zip(grads, self.needs))
@@ -125,7 +127,7 @@ class _Backward:
     def _query_side(self, kernel: str, dk: Tensor | None, dv: Tensor | None) -> Tensor:
         x, p = self.x, self.x.plan
         if not p.broadcast:
-            dq = _like(x.q)
+            dq = self.dq
             choose_and_run(x, kernel, candidates.query_side, lambda c: self._launch_dq(c, dq, dk, dv))
             return dq
         partial: list[Tensor] = []

@@ -39,6 +39,38 @@ def test_rows_of_a_group_are_not_independent():
     assert ne.ratio_interval(a.repeat_interleave(8), b.repeat_interleave(8))[1] < 0.4 * alone[1]
 
 
+def test_auc_interval_covers_the_truth():
+    """1000 experiments of paired scores whose true AUC ratio is known from two million rows; ties included, groups of two rows."""
+    generator = torch.Generator().manual_seed(2)
+
+    def rows(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        labels = (torch.rand(n, generator=generator) < 0.3).float()
+        b = labels + torch.randn(n, generator=generator)
+        a = (8 * (b + 0.3 * torch.randn(n, generator=generator))).round()
+        return a, b, labels
+
+    a, b, labels = rows(2_000_000)
+    truth = ne.auc_placements(a, labels)[0] / ne.auc_placements(b, labels)[0]
+    assert truth < 0.99
+    covered = 0
+    for _ in range(1000):
+        a, b, labels = (t.repeat_interleave(2) for t in rows(400))
+        ratio, error = ne.auc_ratio_interval(a[None], b[None], labels, torch.arange(800) // 2)
+        covered += abs(ratio - truth) <= 1.96 * error
+    assert 915 <= covered <= 985
+
+
+def test_auc_of_placements():
+    """Against the definition: pairs in the right order, equal ones one half."""
+    logits, labels = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0]), torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])
+    pairs = [(p > n) + 0.5 * (p == n) for p in (1.0, 2.0) for n in (0.0, 1.0, 2.0)]
+    auc, moved = ne.auc_placements(logits, labels)
+    assert auc == pytest.approx(sum(pairs) / 6)
+    assert float(moved.sum()) == pytest.approx(0, abs=1e-12)
+    assert moved[1] == pytest.approx(((1 + 0.5) / 3 - auc) / 2)
+    assert moved[0] == pytest.approx((1 - auc) / 3)
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_parity_run(tmp_path, jobs):
     """A few steps of the quick start; the recipes start from the same parameters and see the same batches, whatever the processes."""
@@ -62,9 +94,12 @@ def test_parity_run(tmp_path, jobs):
         assert r.rows == 300
         assert r.groups < 300
         assert r.ratio == pytest.approx(r.ne[0] / r.reference_ne[0])
+        assert r.auc_low < r.auc_ratio < r.auc_high
+        assert r.auc_ratio == pytest.approx(r.auc[0] / r.reference_auc[0])
     # the shares of the rows are the whole split: the trainer's own evaluation of it gives the same NE
     reference = evaluate_run(tmp_path / "runs" / "bf16-0", overrides=["eval.max_batches=100"])
     assert results[0].reference_ne[0] == pytest.approx(reference.results["ctr"]["ne"].value, rel=1e-5)
+    assert results[0].reference_auc[0] == pytest.approx(reference.results["ctr"]["auc"].value, rel=1e-5)
     ne.write(results, tmp_path, "test")
     stored = json.loads((tmp_path / "ne.json").read_text())
     assert stored["results"][0]["ratio"] == results[0].ratio

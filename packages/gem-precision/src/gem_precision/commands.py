@@ -66,7 +66,8 @@ def bench_ne(
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes side by side, spread over the GPUs.")] = 1,
     split: Annotated[str, typer.Option("--split", help="Held-out split to compare on: eval or test.")] = "eval",
 ) -> None:
-    """Train a configuration in bf16, in mxfp8 and in a naive mxfp8; print the paired 95 % interval of the NE ratios on the held-out rows.
+    """Train a configuration in bf16, mxfp8, fp8-block and a naive mxfp8; print paired 95 % intervals of the NE and AUC ratios on the
+    held-out rows.
 
     Example: gemrec bench precision-ne my.toml --seeds 3 --jobs 9 --out results
     """
@@ -80,4 +81,8 @@ def bench_ne(
     ne.write(results, out, " ".join([*words, f"--seeds {seeds} --jobs {jobs} --split {split}"]))
     for r in results:
         ratio, low, high = (100 * (v - 1) for v in (r.ratio, r.low, r.high))
-        print(f"{r.variant:<16} NE ratio - 1 = {ratio:+.4f} %  [{low:+.4f}, {high:+.4f}]  rows {r.rows}")
+        auc, auc_low, auc_high = (100 * (v - 1) for v in (r.auc_ratio, r.auc_low, r.auc_high))
+        print(
+            f"{r.variant:<16} NE ratio - 1 = {ratio:+.4f} %  [{low:+.4f}, {high:+.4f}]  AUC ratio - 1 = {auc:+.4f} %  "
+            f"[{auc_low:+.4f}, {auc_high:+.4f}]  rows {r.rows}"
+        )

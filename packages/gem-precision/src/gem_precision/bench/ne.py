@@ -8,6 +8,9 @@ the entropy of the labels, which NE is normalised with, cancels. By the delta me
 ``sqrt(sum_g (sum_{i in g} a_i - r b_i)^2) / sum b`` over the groups g of rows that belong together (``eval.group``: the rows of a user;
 every row by itself without one). The rows' own noise cancels because they are paired; what is left of the noise of training is told by
 the spread between the seeds.
+
+The AUC ratio is that of the mean AUCs over the seeds, with a standard error from the rows' placements (DeLong et al. 1988): a positive i
+adds ``(share of negatives below i - AUC) / positives`` to an AUC's deviation, a negative likewise, summed over the groups.
 """
 
 from __future__ import annotations
@@ -53,12 +56,17 @@ NAIVE: Mapping[str, Any] = {
 Variant = tuple[str, str, Mapping[str, Any]]
 """(label, recipe, its options)."""
 
-VARIANTS: tuple[Variant, ...] = (("mxfp8", "mxfp8", {"allow_slow": True}), ("naive mxfp8", "mxfp8", NAIVE))
+VARIANTS: tuple[Variant, ...] = (
+    ("mxfp8", "mxfp8", {"allow_slow": True}),
+    ("fp8-block", "fp8-block", {"allow_slow": True}),
+    ("naive mxfp8", "mxfp8", NAIVE),
+)
 
 
 @dataclass(frozen=True)
 class Parity:
-    """One variant against the reference; ``low`` and ``high`` bound the 95 % interval of the NE ratio.
+    """One variant against the reference; ``low`` and ``high`` bound the 95 % interval of the NE ratio, ``auc_low`` and ``auc_high`` that of
+    the AUC ratio.
 
     ``ne``, ``reference_ne`` and ``seeds`` (ratios) have one entry a seed. ``groups``: independent groups of rows. ``decisions``: what the
     guards of the variant's runs decided. ``train_s``: wall time of each training.
@@ -73,33 +81,65 @@ class Parity:
     seeds: tuple[float, ...]
     ne: tuple[float, ...]
     reference_ne: tuple[float, ...]
+    auc_ratio: float
+    auc_low: float
+    auc_high: float
+    auc: tuple[float, ...]
+    reference_auc: tuple[float, ...]
     decisions: int
     train_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Held-out rows: ``losses [runs, n]`` float32, ``labels [n]`` float32, ``groups [n]`` int64 or None."""
+    """Held-out rows: ``logits [runs, n]`` float32, ``labels [n]`` float32, ``groups [n]`` int64 or None."""
 
-    losses: Tensor
+    logits: Tensor
     labels: Tensor
     groups: Tensor | None
 
     @classmethod
     def join(cls, shares: Sequence[Held]) -> Held:
         groups = [s.groups for s in shares if s.groups is not None]
-        return cls(torch.cat([s.losses for s in shares], 1), torch.cat([s.labels for s in shares]), torch.cat(groups) if groups else None)
+        return cls(torch.cat([s.logits for s in shares], 1), torch.cat([s.labels for s in shares]), torch.cat(groups) if groups else None)
 
 
 def ratio_interval(losses: Tensor, reference: Tensor, groups: Tensor | None = None) -> tuple[float, float]:
     """(NE ratio, standard error) of paired per-row losses ``[n]``; ``groups [n]`` int64: rows of one group are not independent."""
     a, b = losses.double(), reference.double()
     ratio = float(a.sum() / b.sum())
-    rest = a - ratio * b
+    return ratio, _error((a - ratio * b) / b.sum(), groups)
+
+
+def auc_ratio_interval(logits: Tensor, reference: Tensor, labels: Tensor, groups: Tensor | None = None) -> tuple[float, float]:
+    """(ratio of the mean AUCs over the runs, standard error) of ``logits [runs, n]`` of the same rows, ``labels [n]`` 0 or 1."""
+    (a, moved), (b, other) = _mean_auc(logits, labels), _mean_auc(reference, labels)
+    return a / b, _error((moved - a / b * other) / b, groups)
+
+
+def auc_placements(logits: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    """AUC with ties counted half, and by how much each row ``[n]`` moves it away from its mean over samples of rows."""
+    _, at = logits.unique(return_inverse=True)
+    positive = labels.double()
+    sums = [torch.zeros(int(at.max()) + 1, dtype=torch.float64).index_add_(0, at, w) for w in (positive, 1 - positive)]
+    (n_positive, n_negative), (pos, neg) = (float(s.sum()) for s in sums), sums
+    beaten = (neg.cumsum(0) - neg / 2) / n_negative
+    beating = 1 - (pos.cumsum(0) - pos / 2) / n_positive
+    auc = float(beaten[at] @ positive) / n_positive
+    return auc, torch.where(labels > 0.5, (beaten[at] - auc) / n_positive, (beating[at] - auc) / n_negative)
+
+
+def _mean_auc(logits: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    each = [auc_placements(run, labels) for run in logits]
+    return sum(auc for auc, _ in each) / len(each), torch.stack([moved for _, moved in each]).mean(0)
+
+
+def _error(deviations: Tensor, groups: Tensor | None) -> float:
+    """Root of the summed squares of the groups' deviations ``[n]``."""
     if groups is not None:
         _, at = groups.unique(return_inverse=True)
-        rest = rest.new_zeros(int(at.max()) + 1).index_add_(0, at, rest)
-    return ratio, float(rest.square().sum().sqrt() / b.sum())
+        deviations = deviations.new_zeros(int(at.max()) + 1).index_add_(0, at, deviations)
+    return float(deviations.square().sum().sqrt())
 
 
 def normalised_entropy(losses: Tensor, labels: Tensor) -> float:
@@ -109,11 +149,11 @@ def normalised_entropy(losses: Tensor, labels: Tensor) -> float:
 
 
 def held_out(folders: Sequence[Path], split: str, share: tuple[int, int]) -> Held:
-    """The log loss of the first task for share ``share = (i, of)`` of the labelled rows of ``split``, by the newest checkpoint of every
-    run folder. Guards are restored too: a demoted site stays demoted."""
+    """The logits of the first task for share ``share = (i, of)`` of the labelled rows of ``split``, by the newest checkpoint of every run
+    folder. Guards are restored too: a demoted site stays demoted."""
     configs = [resolve(run_config(folder)) for folder in folders]
     first = configs[0].config
-    losses: list[Tensor] = []
+    found: list[Tensor] = []
     labels: list[Tensor] = []
     groups: list[Tensor] = []
     with runtime(first) as rt, use_policy(first.kernels.default, first.kernels.ops), torch.no_grad():
@@ -134,14 +174,13 @@ def held_out(folders: Sequence[Path], split: str, share: tuple[int, int]) -> Hel
             here = host.labels[:, 0].float()
             kept = slice(None) if host.label_mask is None else host.label_mask[:, 0]
             logits = torch.stack([module(fed.batch).logits[:, 0].float() for module in modules]).cpu()
-            loss = F.binary_cross_entropy_with_logits(logits, here.expand_as(logits), reduction="none")
-            losses.append(loss[:, kept])
+            found.append(logits[:, kept])
             labels.append(here[kept])
             if first.eval.group is not None:
                 groups.append(group_key(host, first.eval.group)[kept])
-    if not losses:
+    if not found:
         raise ConfigError(f"the split {split!r} has no rows", where="data", fix="choose a source with a held-out part")
-    return Held(torch.cat(losses, 1), torch.cat(labels), torch.cat(groups) if groups else None)
+    return Held(torch.cat(found, 1), torch.cat(labels), torch.cat(groups) if groups else None)
 
 
 def parity(
@@ -174,14 +213,17 @@ def parity(
         raise ConfigError(f"the split {split!r} has no labelled rows", where="data", fix="choose a source with a held-out part")
     at = {run: i for i, run in enumerate(runs)}
 
-    def of(label: str) -> Tensor:
-        return held.losses[[at[label, seed] for seed in seeds]].double()
+    def of(label: str) -> tuple[Tensor, Tensor]:
+        """Logits and losses, a row a seed."""
+        logits = held.logits[[at[label, seed] for seed in seeds]]
+        return logits, F.binary_cross_entropy_with_logits(logits, held.labels.expand_as(logits), reduction="none").double()
 
-    base = of(reference)
+    scores, base = of(reference)
     found = []
     for label, _, _ in variants:
-        losses = of(label)
+        logits, losses = of(label)
         ratio, error = ratio_interval(losses.mean(0), base.mean(0), held.groups)
+        auc, auc_error = auc_ratio_interval(logits, scores, held.labels, held.groups)
         found.append(
             Parity(
                 label,
@@ -193,6 +235,11 @@ def parity(
                 tuple(ratio_interval(a, b)[0] for a, b in zip(losses, base)),
                 tuple(normalised_entropy(a, held.labels) for a in losses),
                 tuple(normalised_entropy(b, held.labels) for b in base),
+                auc,
+                auc - 1.96 * auc_error,
+                auc + 1.96 * auc_error,
+                tuple(auc_placements(run, held.labels)[0] for run in logits),
+                tuple(auc_placements(run, held.labels)[0] for run in scores),
                 sum(_decisions(folders[at[label, seed]]) for seed in seeds),
                 tuple(walls[at[label, seed]] for seed in seeds),
             )
@@ -241,12 +288,20 @@ def write(results: Sequence[Parity], folder: Path, command: str) -> None:
 def markdown(results: Sequence[Parity], header: Mapping[str, str]) -> str:
     """A table of ``results``; differences in percent."""
     lines = ["# NE parity", "", f"`{header['command']}`", "", f"{header['device']}, torch {header['torch']}, {header['date']}", ""]
-    lines += ["| recipe | NE ratio - 1 | 95 % interval | by seed | NE of bf16 by seed | rows (groups) | guard decisions |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += [
+        "| recipe | NE ratio - 1 | 95 % interval | by seed | NE of bf16 by seed | AUC ratio - 1 | 95 % interval | AUC of bf16 by seed |"
+    ]
+    lines[-1] += " AUC of bf16 by seed | rows (groups) | guard decisions |"
+    lines += ["|" + "---|" * 10]
     for r in results:
         ratio, low, high, *single = (f"{100 * (v - 1):+.4f} %" for v in (r.ratio, r.low, r.high, *r.seeds))
         bases = ", ".join(f"{v:.4f}" for v in r.reference_ne)
-        lines.append(f"| {r.variant} | {ratio} | {low} to {high} | {', '.join(single)} | {bases} | {r.rows} ({r.groups}) | {r.decisions} |")
+        auc, auc_low, auc_high = (f"{100 * (v - 1):+.4f} %" for v in (r.auc_ratio, r.auc_low, r.auc_high))
+        aucs = ", ".join(f"{v:.4f}" for v in r.reference_auc)
+        lines.append(
+            f"| {r.variant} | {ratio} | {low} to {high} | {', '.join(single)} | {bases} | {auc} | {auc_low} to {auc_high} | {aucs} | "
+            f"{r.rows} ({r.groups}) | {r.decisions} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gem_core import KernelSpec, ops
+from gem_core.ops import program
 from gem_core.ops.explain import problem_of
 from gem_core.testing.kernels import KernelConformance
 from gem_kernels import native
@@ -88,3 +89,46 @@ def test_one_file_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     build._loaded.__wrapped__()
     assert [p.name for p in (tmp_path / "gem-kernels").iterdir()] == [made.name]
     assert made.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@torch.no_grad()
+def test_programs(threads: int) -> None:
+    """Tiles of many samples and samples longer than a tile; every kind of step, rows and views."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    lengths = torch.cat([torch.arange(300) % 23, torch.tensor([1300, 0, 390])])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    samples, events = len(lengths), int(lengths.sum())
+    p = program.Program(samples)
+    s = p.given(draw(events, 40)[:, :20], offsets)
+    tokens = p.linear(p.given(draw(5 * samples, 12), each=5), draw(48, 12), draw(48), norm="layer")
+    q = p.linear(s, draw(24, 20), norm="rms", eps=1e-3)
+    o = p.attention(q, tokens.columns(0, 24), tokens.columns(24, 24), heads=2, width=12, activation=("gelu", "silu"), out_scale=0.4)
+    s = p.linear(o, draw(20, 24) * 0.1, draw(20), add=s)
+    qkv = p.linear(s, draw(96, 20) * 0.2, norm="rms")
+    q, k, v = (qkv.columns(i * 32, 32) for i in range(3))
+    o = p.attention(q, k, v, heads=4, width=8, causal=True)
+    end = p.linear(o, draw(20, 32), add=s)
+    seeds = p.attention(draw(3, 4, 8), k, v, heads=4, width=8, scale=0.2)
+    asked = p.linear(p.given(draw(samples, 16)), draw(64, 16), norm="rms").split(2)
+    read = p.attention(asked, k, v, heads=4, width=8)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = p.run(end, seeds, read)
+    finally:
+        torch.set_num_threads(before)
+    for got, want in zip(found, program.reference(p, (end, seeds, read)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_programs_too_wide_are_refused() -> None:
+    p = program.Program(2)
+    p.linear(p.given(torch.zeros(2, 600)), torch.zeros(8, 600))
+    answer = calls.supports(p.problem())
+    assert not answer
+    assert "larger than" in answer.reason

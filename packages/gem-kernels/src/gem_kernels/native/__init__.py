@@ -14,6 +14,7 @@ PRIORITY = 20
 def specs() -> list[KernelSpec]:
     """Every implementation of this package, for `gem_kernels.plugin`."""
     from gem_kernels.native import calls as c
+    from gem_kernels.native.program import program
 
     offered = {
         "jagged_attention": c.jagged_attention,
@@ -22,5 +23,6 @@ def specs() -> list[KernelSpec]:
         "norm_linear": c.norm_linear,
         "jagged_concat": c.concat,
         "jagged_expand": c.expand,
+        "program": program,
     }
     return [KernelSpec(op, NAME, forward, None, c.supports, PRIORITY) for op, forward in offered.items()]

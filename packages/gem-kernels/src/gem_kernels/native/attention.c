@@ -6,22 +6,11 @@
        q[d] (a vector)  *  k[j][d] (one number)        p[j] (a vector)  *  v[j][d] (one number)
 
    Keys and values are read where they are. Blocks of KEYS keys keep the scores in the first cache. */
+#include "kernels.h"
 #include "vectors.h"
 
 #define KEYS 64
 #define MAX_D 256
-
-struct attention {
-    const float *q, *k, *v;
-    float *out, *lse; /* [rows, heads, dv], [heads, rows] or null */
-    const int64_t *q_offsets, *k_offsets, *targets; /* targets, and the q_offsets of a shared q, may be null */
-    const int32_t *activation; /* of each head, or null: softmax */
-    int64_t q_row, q_head, k_row, k_head, v_row, v_head; /* strides in floats */
-    int64_t heads, shared, d, dv, rows; /* shared: heads of q to one of k; rows: of the result */
-    int64_t q_count; /* rows of a q that all samples share */
-    int64_t causal, left, right; /* -1: unbounded */
-    float scale, out_scale;
-};
 
 /* Scores of n keys, unscaled. */
 INLINE void scores(const vf *q, const float *k, int64_t k_row, int64_t d, int n, vf *s) {
@@ -172,13 +161,14 @@ static void some_queries(const struct attention *a, int64_t h, const float *q, c
 /* Samples begin .. end. */
 void gem_attention(const struct attention *a, int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b++) {
-        int64_t q0 = a->q_offsets ? a->q_offsets[b] : 0, k0 = a->k_offsets[b];
-        int64_t lq = a->q_offsets ? a->q_offsets[b + 1] - q0 : a->q_count, lk = a->k_offsets[b + 1] - k0;
-        int64_t out0 = a->q_offsets ? q0 : b * a->q_count;
+        int64_t out0 = a->q_offsets ? a->q_offsets[b] : b * a->q_count, q0 = a->q_shared ? 0 : out0;
+        int64_t lq = a->q_offsets ? a->q_offsets[b + 1] - q0 : a->q_count;
+        int64_t k0 = a->k_offsets ? a->k_offsets[b] : b * a->k_count, lk = a->k_offsets ? a->k_offsets[b + 1] - k0 : a->k_count;
+        int64_t t = a->targets ? a->targets[b] : a->candidates;
         for (int64_t i = 0; i < lq; i += W) {
             int64_t n = lq - i < W ? lq - i : W;
             struct seen see;
-            who_sees(a, i, n, lq, lk, a->targets ? a->targets[b] : 0, &see);
+            who_sees(a, i, n, lq, lk, t, &see);
             for (int64_t h = 0; h < a->heads; h++) {
                 int64_t kh = h / a->shared;
                 some_queries(a, h, a->q + (q0 + i) * a->q_row + h * a->q_head, a->k + k0 * a->k_row + kh * a->k_head,

@@ -26,26 +26,27 @@ MAX_N = 1024
 """Widest output of a norm with a linear map: beyond, the library's own product is faster."""
 LEAST = 2048
 """Rows of a call that are worth a thread more."""
-_POINTER = ctypes.c_void_p
+POINTER = ctypes.c_void_p
 _NAMES = ("raw", "gelu", "gelu_approx", "fast_gelu_taylor", "leaky_relu", "relu", "silu", "hardswish", "relu_square")
 _SAME = {"fast_gelu": "gelu_approx", "fast_gelu_bf16": "gelu_approx", "fast_silu": "silu"}
+KINDS = {"rms": 0, "layer": 1, None: 2}
 _REFUSED = ("context_len", "kv_index", "target_k", "bias_position")
 
 
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
     _fields_ = [
-        *((n, _POINTER) for n in ("q", "k", "v", "out", "lse", "q_offsets", "k_offsets", "targets", "activation")),
+        *((n, POINTER) for n in ("q", "k", "v", "out", "lse", "q_offsets", "k_offsets", "targets", "activation")),
         *((n, ctypes.c_int64) for n in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "heads", "shared", "d", "dv", "rows")),
-        *((n, ctypes.c_int64) for n in ("q_count", "causal", "left", "right")),
+        *((n, ctypes.c_int64) for n in ("q_count", "k_count", "q_shared", "candidates", "causal", "left", "right")),
         ("scale", ctypes.c_float),
         ("out_scale", ctypes.c_float),
     ]
 
 
-class _Rows(ctypes.Structure):
+class LinearRows(ctypes.Structure):
     _fields_ = [
-        *((n, _POINTER) for n in ("x", "residual", "norm_weight", "norm_bias", "y", "total", "mean", "rstd", "w", "b")),
-        *((n, ctypes.c_int64) for n in ("x_row", "residual_row", "k", "n", "layer")),
+        *((n, POINTER) for n in ("x", "residual", "norm_weight", "norm_bias", "y", "total", "mean", "rstd", "w", "b", "add")),
+        *((n, ctypes.c_int64) for n in ("x_row", "residual_row", "add_row", "k", "n", "kind")),
         ("eps", ctypes.c_float),
     ]
 
@@ -87,6 +88,10 @@ def _linear_fits(problem: Problem) -> Supported:
     return YES
 
 
+def _program_fits(problem: Problem) -> Supported:
+    return no(f"heads wider than {MAX_D}") if problem.dim("D") > MAX_D else _linear_fits(problem)
+
+
 def _always(problem: Problem) -> Supported:
     return YES
 
@@ -98,6 +103,7 @@ _CHECKS: dict[str, Callable[[Problem], Supported]] = {
     "norm_linear": _linear_fits,
     "jagged_concat": _always,
     "jagged_expand": _always,
+    "program": _program_fits,
 }
 
 
@@ -129,13 +135,13 @@ def _attention(
     out[used:] = 0
     if lse is not None:
         lse[:, used:] = -torch.inf
-    codes = None if names is None else torch.tensor([_NAMES.index(_SAME.get(n, n)) for n in names], dtype=torch.int32)
+    codes = None if names is None else activation_codes(names)
     left, right = problem.option("window") or (-1, -1)
     strides = (s for x in (q, k, v) for s in x.stride()[:2])
-    pointers = map(_at, (q, k, v, out, lse, q_offsets, k_offsets, targets, codes))
-    sizes = (heads, heads // max(1, k.shape[1]), q.shape[2], v.shape[2], rows, q.shape[0])
-    call = _Attention(*pointers, *strides, *sizes, problem.option("causal", False), left, right, scale, out_scale)
-    _shared_out("gem_attention", call, samples, k.shape[0] + used)
+    pointers = map(at, (q, k, v, out, lse, q_offsets, k_offsets, targets, codes))
+    sizes = (heads, heads // max(1, k.shape[1]), q.shape[2], v.shape[2], rows, q.shape[0], 0, q_offsets is None, 0)
+    call = Attention(*pointers, *strides, *sizes, problem.option("causal", False), left, right, scale, out_scale)
+    shared_out("gem_attention", call, samples, k.shape[0] + used)
     return out, lse
 
 
@@ -148,14 +154,9 @@ def norm(problem: Problem, x: Tensor, weight: Tensor | None, bias: Tensor | None
 def norm_linear(
     problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> Any:
-    vector = int(_library().gem_vector())
-    padded = -(-w.shape[0] // vector) * vector
-    turned, shift = w.new_zeros(w.shape[1], padded), w.new_zeros(padded)
-    turned[:, : w.shape[0]] = w.t()
-    if b is not None:
-        shift[: w.shape[0]] = b
+    turned, shift = packed(w, b)
     y = x.new_empty(x.shape[0], w.shape[0])
-    total, mean, rstd = _normed(problem, "gem_norm_linear", x, residual, weight, bias, y, turned, shift)
+    total, mean, rstd = _normed(problem, "gem_linear", x, residual, weight, bias, y, turned, shift)
     return (y, total), (x if total is None else total, w, b, weight, bias, mean, rstd)
 
 
@@ -168,11 +169,28 @@ def _normed(
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
     total = None if residual is None else x.new_empty(x.shape)
     mean, rstd = (x.new_empty(x.shape[0]) if layer else None), x.new_empty(x.shape[0])
-    pointers = map(_at, (x, residual, weight, bias, y, total, mean, rstd, w, b))
+    pointers = map(at, (x, residual, weight, bias, y, total, mean, rstd, w, b, None))
     stride = 0 if residual is None else residual.stride(0)
-    call = _Rows(*pointers, x.stride(0), stride, x.shape[1], y.shape[1], layer, problem.option("eps"))
-    _shared_out(function, call, x.shape[0], x.shape[0])
+    kind = KINDS[problem.option("kind")]
+    call = LinearRows(*pointers, x.stride(0), stride, 0, x.shape[1], y.shape[1], kind, problem.option("eps"))
+    shared_out(function, call, x.shape[0], x.shape[0])
     return total, mean, rstd
+
+
+def packed(w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``w [N, K]`` turned to ``[K, padded]`` and the bias ``[padded]``: N rounded up to whole vectors, zeros there."""
+    vector = int(library().gem_vector())
+    padded = -(-w.shape[0] // vector) * vector
+    turned, shift = w.new_zeros(w.shape[1], padded), w.new_zeros(padded)
+    turned[:, : w.shape[0]] = w.t()
+    if b is not None:
+        shift[: w.shape[0]] = b
+    return turned, shift
+
+
+def activation_codes(names: Sequence[str]) -> Tensor:
+    """The activation of each head as the C source numbers them."""
+    return torch.tensor([_NAMES.index(_SAME.get(n, n)) for n in names], dtype=torch.int32)
 
 
 def concat(problem: Problem, *tensors: Tensor) -> tuple[Tensor, tuple[()]]:
@@ -180,10 +198,10 @@ def concat(problem: Problem, *tensors: Tensor) -> tuple[Tensor, tuple[()]]:
     values = [v.contiguous() for v in tensors[:n]]
     offsets = [o.long().contiguous() for o in tensors[n:]]
     out = values[0].new_empty(sum(v.shape[0] for v in values), *values[0].shape[1:])
-    parts, bounds = ((_POINTER * n)(*map(_at, given)) for given in (values, offsets))
+    parts, bounds = ((POINTER * n)(*map(at, given)) for given in (values, offsets))
     size = ctypes.c_int64(out[:1].numel() * out.element_size())
     rows = (
-        _library().gem_concat(parts, bounds, ctypes.c_int64(n), ctypes.c_int64(offsets[0].numel() - 1), size, _at(out)) if size.value else 0
+        library().gem_concat(parts, bounds, ctypes.c_int64(n), ctypes.c_int64(offsets[0].numel() - 1), size, at(out)) if size.value else 0
     )
     out[rows:] = 0
     return out, ()
@@ -193,7 +211,7 @@ def expand(problem: Problem, values: Tensor, offsets: Tensor, *, rows: int) -> t
     values, offsets = values.contiguous(), offsets.long().contiguous()
     out = values.new_empty(rows, *values.shape[1:])
     size = ctypes.c_int64(values[:1].numel() * values.element_size())
-    _library().gem_expand(_at(values), _at(offsets), ctypes.c_int64(offsets.numel() - 1), size, _at(out))
+    library().gem_expand(at(values), at(offsets), ctypes.c_int64(offsets.numel() - 1), size, at(out))
     out[int(offsets[-1]) :] = 0
     return out, ()
 
@@ -202,22 +220,22 @@ def _last_dense(x: Tensor) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _at(x: Tensor | None) -> _POINTER:
-    return _POINTER(None if x is None else x.data_ptr())
+def at(x: Tensor | None) -> POINTER:
+    return POINTER(None if x is None else x.data_ptr())
 
 
-def _shared_out(function: str, call: ctypes.Structure, count: int, rows: int) -> None:
-    """``function(call, begin, end)`` over ``count`` units."""
-    run = getattr(_library(), function)
+def shared_out(function: str, call: ctypes.Structure, count: int, rows: int) -> list[int]:
+    """``function(call, begin, end)`` over ``count`` units that have ``rows`` rows together; what the calls return."""
+    run = getattr(library(), function)
+    if not count:
+        return []
     threads = min(torch.get_num_threads(), rows // LEAST)
-    if threads < 2:
-        run(ctypes.byref(call), ctypes.c_int64(0), ctypes.c_int64(count))
-        return
-    pieces = min(count, 8 * threads)  # more than threads, for their lengths differ
+    pieces = min(count, 8 * threads) if threads > 1 else 1  # more than threads, for their lengths differ
     cuts = [count * i // pieces for i in range(pieces + 1)]
-    jobs = [_pool(threads).submit(run, ctypes.byref(call), ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(cuts, cuts[1:])]
-    for job in jobs:
-        job.result()
+    spans: list[tuple[Any, ...]] = [(ctypes.byref(call), ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(cuts, cuts[1:])]
+    if pieces == 1:
+        return [run(*spans[0])]
+    return [job.result() for job in [_pool(threads).submit(run, *span) for span in spans]]
 
 
 @lru_cache(maxsize=1)
@@ -226,7 +244,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
-    library = build.load()
-    library.gem_concat.restype = ctypes.c_int64
-    return library
+def library() -> ctypes.CDLL:
+    loaded = build.load()
+    loaded.gem_concat.restype = ctypes.c_int64
+    return loaded

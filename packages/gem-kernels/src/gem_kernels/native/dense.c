@@ -1,17 +1,9 @@
 /* Norms of rows, and norm + linear on tiles of ROWS rows: a tile is normed into the first cache and multiplied there. */
+#include "kernels.h"
 #include "vectors.h"
 
 #define ROWS 8
 #define MAX_K 512
-
-struct rows {
-    const float *x, *residual, *norm_weight, *norm_bias; /* all but x may be null */
-    float *y, *total, *mean, *rstd; /* total: x + residual, null without one; mean null for an RMS norm */
-    const float *w, *b; /* w: [k][n rounded up to W], turned; null for a norm alone; b: [n rounded up to W] */
-    int64_t x_row, residual_row, k, n; /* strides in floats */
-    int64_t layer;
-    float eps;
-};
 
 /* One normed row into ``out``. */
 INLINE void norm_row(const struct rows *a, int64_t m, float *out) {
@@ -24,11 +16,12 @@ INLINE void norm_row(const struct rows *a, int64_t m, float *out) {
         for (int64_t c = 0; c < k; c++) kept[c] = x[c] + more[c];
         x = kept;
     }
-    if (a->layer) {
+    if (a->kind == LAYER) {
         for (int64_t c = 0; c < whole; c += W) sums += load(x + c);
         for (int64_t c = whole; c < k; c++) sum += x[c];
         mean = (total(sums) + sum) / (float)k;
-        a->mean[m] = mean, sums = all(0.0f), sum = 0;
+        if (a->mean) a->mean[m] = mean;
+        sums = all(0.0f), sum = 0;
     }
     for (int64_t c = 0; c < whole; c += W) {
         vf d = load(x + c) - mean;
@@ -36,7 +29,7 @@ INLINE void norm_row(const struct rows *a, int64_t m, float *out) {
     }
     for (int64_t c = whole; c < k; c++) sum += (x[c] - mean) * (x[c] - mean);
     float rstd = 1.0f / sqrtf((total(sums) + sum) / (float)k + a->eps);
-    a->rstd[m] = rstd;
+    if (a->rstd) a->rstd[m] = rstd;
     for (int64_t c = 0; c < k; c++) out[c] = (x[c] - mean) * rstd;
     if (a->norm_weight)
         for (int64_t c = 0; c < k; c++) out[c] *= a->norm_weight[c];
@@ -61,10 +54,11 @@ INLINE void tile(const struct rows *a, const float *x, int64_t stride, int64_t c
         for (int c = 0; c < wide; c++) {
             int64_t at = column + c * W;
             float *y = a->y + (m + r) * a->n + at;
+            const float *add = a->add ? a->add + (m + r) * a->add_row + at : 0;
             if (at + W <= a->n)
-                store(y, sum[r][c]);
+                store(y, add ? sum[r][c] + load(add) : sum[r][c]);
             else
-                for (int64_t i = 0; at + i < a->n; i++) y[i] = sum[r][c][i];
+                for (int64_t i = 0; at + i < a->n; i++) y[i] = sum[r][c][i] + (add ? add[i] : 0.0f);
         }
 }
 
@@ -76,14 +70,20 @@ void gem_norm(const struct rows *a, int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) norm_row(a, m, a->y + m * a->k);
 }
 
-void gem_norm_linear(const struct rows *a, int64_t begin, int64_t end) {
-    float x[ROWS * MAX_K];
+void gem_linear(const struct rows *a, int64_t begin, int64_t end) {
+    float kept[ROWS * MAX_K];
     int64_t padded = (a->n + W - 1) / W * W;
-    memset(x, 0, sizeof x);
+    memset(kept, 0, sizeof kept);
     for (int64_t m = begin; m < end; m += ROWS) {
-        int64_t rows = end - m < ROWS ? end - m : ROWS, column = 0;
-        for (int64_t r = 0; r < rows; r++) norm_row(a, m + r, x + r * a->k);
-        for (; column + 2 * W <= padded; column += 2 * W) tile(a, x, a->k, column, 2, m, rows);
-        if (column < padded) tile(a, x, a->k, column, 1, m, rows);
+        int64_t rows = end - m < ROWS ? end - m : ROWS, column = 0, stride = a->k;
+        const float *x = kept;
+        if (a->kind != NONE)
+            for (int64_t r = 0; r < rows; r++) norm_row(a, m + r, kept + r * a->k);
+        else if (rows < ROWS) /* a tile reads all its rows */
+            for (int64_t r = 0; r < rows; r++) memcpy(kept + r * a->k, a->x + (m + r) * a->x_row, (size_t)a->k * sizeof(float));
+        else
+            x = a->x + m * a->x_row, stride = a->x_row;
+        for (; column + 2 * W <= padded; column += 2 * W) tile(a, x, stride, column, 2, m, rows);
+        if (column < padded) tile(a, x, stride, column, 1, m, rows);
     }
 }

@@ -25,6 +25,7 @@ from gem_core.config import load_config
 from gem_core.errors import RunError
 from gem_core.sources.synthetic import SyntheticConfig
 from gem_core.train.build import build_source
+from gem_core.train.offline import loaded_run
 from gem_core.train.predict import Predictor, predictor
 from gem_data.predict import write_predictions
 from gem_data.synth import write_synthetic
@@ -55,8 +56,9 @@ def _run(folder: Path, rows: int, mean: float, repeats: int, threads: int, seed:
             for i in _groups(data)
         ]
     )
+    evaluated = _evaluated(trained)
     with predictor(trained) as model:
-        difference = _difference(model, folder)
+        difference = _difference(model, folder, evaluated)
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -114,14 +116,18 @@ def _train(folder: Path) -> Path:
     return folder / "run"
 
 
-def _difference(model: Predictor, folder: Path) -> float:
-    """Largest difference of probabilities on the evaluation split from those of the model called batch by batch, as evaluation calls it."""
+def _evaluated(run: Path) -> np.ndarray:
+    """Probabilities on the evaluation split by the model called batch by batch, as evaluation calls it."""
+    with loaded_run(run) as loaded, torch.no_grad():
+        loaded.parts.model.eval()
+        batches = build_source(loaded.resolved, "eval", loaded.runtime)
+        return torch.sigmoid(torch.cat([loaded.parts.module(batch).logits.double() for batch in batches])).numpy()
+
+
+def _difference(model: Predictor, folder: Path, want: np.ndarray) -> float:
+    """Largest difference of probabilities on the evaluation split from ``want``."""
     write_predictions(model, [str(folder / "eval.parquet")], folder / "eval-predictions.parquet")
     found = pq.read_table(folder / "eval-predictions.parquet")
-    with torch.no_grad():
-        batches = build_source(model.run.resolved, "eval", model.run.runtime)
-        logits = torch.cat([model.run.parts.module(batch).logits.double() for batch in batches])
-    want = torch.sigmoid(logits).numpy()
     got = np.stack([found[f"{task}_probability"].to_numpy() for task in model.tasks], 1)
     worst = float(np.abs(got - want).max())
     if worst > 1e-6:

@@ -1,7 +1,8 @@
 """Predicting with a finished run: its newest checkpoint as a function from a batch to logits.
 
-On a CPU the samples of a batch are sorted by length, cut into parts that stay in the caches, and computed by one thread each on as many
-threads as torch has: operations on such parts are too short to be shared out themselves. Results come back in the order of the batch.
+On a CPU the samples of a batch are sorted by length, cut into parts, and computed by one thread each on as many threads as torch has:
+operations on such parts are too short to be shared out themselves. Results come back in the order of the batch. Where an installed package
+runs programs of ops (`gem_core.ops.program`), a float32 model computes by them, which changes its results by rounding only.
 On a CUDA device parts of the batch are computed one after another, while the next ones are on their way.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from gem_core.batch import Batch
 from gem_core.config import Features
 from gem_core.errors import ConfigError
 from gem_core.model.contract import Retrieval
+from gem_core.model.inference import for_inference
+from gem_core.ops import program
 from gem_core.requests import expanded
 from gem_core.sources.contract import Source
 from gem_core.train.build import build_source, task_names
 from gem_core.train.offline import LoadedRun, loaded_run
 
-PART_SAMPLES, PART_EVENTS = 4096, 32_768
+PART_SAMPLES, PART_EVENTS = 4096, 65_536
 """Most samples and, where there are several samples, most events that are computed at once on a CPU."""
+
 
 DEVICE_SAMPLES, DEVICE_EVENTS = 16_384, 524_288
 """The same on a device, whose kernels balance histories of any length themselves."""
@@ -108,7 +112,9 @@ def predictor(path: str | Path, *, overrides: Iterable[str] = (), step: int | No
             yield Predictor(run, None)
             return
         threads = torch.get_num_threads()
-        with ThreadPoolExecutor(threads, "gem predict", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        plain = run.resolved.config.precision.recipe == "fp32" and program.offered("cpu", torch.float32)
+        form = for_inference(run.parts.model) if plain else nullcontext()
+        with form, ThreadPoolExecutor(threads, "gem predict", initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
                 yield Predictor(run, pool)
             finally:

@@ -3,8 +3,8 @@
     python docs/benchmarks/distill.py --out docs/benchmarks [--rows 160000] [--student-rows 24000] [--seeds 0,1,2] [--work DIR]
 
 The teacher (preset `tiny`, two layers) trains on the whole log. The student, smaller (one layer of width 16), has the newest rows only:
-once with its labels alone, once with the teacher's predictions of the same rows beside them; all else is equal, seeds included. Evaluated on
-the test split, which follows both. Written: NE, and the share of the gap between student and teacher that the teacher closes.
+once with its labels alone, once with the teacher's predictions of the same rows beside them; all else is equal, seeds included. Evaluated
+on the test split, which follows both. Written: NE, and the share of the gap between student and teacher that the teacher closes.
 """
 
 from __future__ import annotations

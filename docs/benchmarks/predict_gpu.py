@@ -3,8 +3,8 @@
     python docs/benchmarks/predict_gpu.py --preset base --recipe bf16 --out docs/benchmarks
 
 Training's forward pass is timed in training mode, gradients wanted, on batches that lie on the device already; predicting goes from a
-Parquet file to a Parquet file, reading and writing included. Nothing is reported unless the predictions agree with the model called batch by
-batch.
+Parquet file to a Parquet file, reading and writing included. Nothing is reported unless the predictions agree with the model called batch
+by batch.
 """
 
 from __future__ import annotations

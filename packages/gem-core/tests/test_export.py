@@ -51,7 +51,9 @@ assert not [name for name in sys.modules if name.partition(".")[0].startswith("g
 
 def serve(package: Path, rows: list[dict]) -> list[dict]:
     """What the script prints in a process that does not even see the packages' editable installations."""
-    found = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])]
+    safetensors = pytest.importorskip("safetensors")
+    found = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    found += [str(Path(module.__file__).parents[1]) for module in (torch, np, safetensors)]
     command = [sys.executable, "-I", "-S", "-c", SHUT_OUT, ":".join(dict.fromkeys(found)), str(SERVE), str(package)]
     given = "\n".join(json.dumps(row) for row in rows)
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)

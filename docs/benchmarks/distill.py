@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 import gem_core
 from gem_core.config import load_config
 from gem_core.sources.synthetic import SyntheticConfig
+from gem_core.train.runfolder import environment
 from gem_data.distill import distill
 from gem_data.synth import write_synthetic
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "command": "python docs/benchmarks/distill.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": subprocess.run(["git", "describe", "--always", "--match", ""], capture_output=True, text=True).stdout.strip() or None,
+        "commit": environment(torch.device("cpu"))["commit"],
     }
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from gem_core.errors import RunError
 from gem_core.sources.synthetic import SyntheticConfig
 from gem_core.train.build import build_source
 from gem_core.train.predict import Predictor, predictor
+from gem_core.train.runfolder import environment
 from gem_data.predict import write_predictions
 from gem_data.synth import write_synthetic
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "device": name,
         "command": "python docs/benchmarks/predict_gpu.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": subprocess.run(["git", "describe", "--always", "--match", ""], capture_output=True, text=True).stdout.strip() or None,
+        "commit": environment(torch.device("cpu"))["commit"],
     }
 
 

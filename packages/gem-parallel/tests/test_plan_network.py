@@ -128,6 +128,14 @@ def test_computation_beside_a_collective_slows_down(comm: float, expected: float
         assert trace.end[at] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_computation_beside_copies_keeps_its_speed(late: bool) -> None:
+    copies = Op("copies", "x", "a", cost=price(10.0), axes=((4, 1),), quiet=True)
+    ops = [compute("c", 1.0), copies] if late else [copies, compute("c", 1.0)]
+    trace = run(ops, slowdown=1.25)
+    assert trace.end[0 if late else 1] == pytest.approx(1.0)
+
+
 def test_every_rank_waits_for_the_slowest_of_its_group() -> None:
     world = 24
     work = np.random.default_rng(0).uniform(1, 2, world)

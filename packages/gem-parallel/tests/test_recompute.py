@@ -82,11 +82,15 @@ def test_inner_modules_of_a_recomputed_one_are_left_alone() -> None:
 def test_evaluation_recomputes_nothing() -> None:
     model = tiny().eval()
     batch = random_batch(FEATURES, 4)
-    before = model(batch).logits
+
+    def logits() -> list[torch.Tensor]:
+        with torch.no_grad():
+            plain = model(batch).logits
+        return [plain, model(batch).logits.detach()]
+
+    before = logits()
     recompute(model, ("layers.*",))
-    with torch.no_grad():
-        assert torch.equal(model(batch).logits, before)
-    assert torch.equal(model(batch).logits, before)
+    assert all(torch.equal(a, b) for a, b in zip(logits(), before))
 
 
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
@@ -185,6 +189,29 @@ def test_levels_trade_memory_for_time_and_are_used_where_nothing_else_fits() -> 
     level = space.levels[found.level].workload
     simulated = simulate(level, place, found.dense, found.sparse, lengths=space.lengths)
     assert simulated.seconds == pytest.approx(found.seconds, rel=1e-6)
+
+
+def test_bounds_of_the_search_count_what_is_recomputed() -> None:
+    work, place = workload(1024), load_cluster(H200)
+    roomy = Space.build(work, place, 2)
+    sizes = [roomy.peaks(level).max() for level in (0, len(roomy.levels) - 1)]
+    memory_gb = float(sum(sizes)) / 2e9
+    space = Space.build(work, place.model_copy(update={"gpu": place.gpu.model_copy(update={"memory_gb": memory_gb})}), 2)
+    first = space.first_level()
+    assert (first > 0).sum() > 0.3 * first.size
+    bounds = space.bounds(first)
+    quick, spared = plan(space), space.evaluated
+    space.evaluated = 0
+    full = plan(space, exhaustive=True)
+    assert quick.best.seconds == full.best.seconds
+    assert quick.best.recomputed == full.best.recomputed
+    assert spared < space.evaluated
+    for i, j in itertools.product(range(0, first.shape[0], 2), range(0, first.shape[1], 3)):
+        if first[i, j] >= 0:
+            found = space.estimate(space.dense[i], space.sparse[j], int(first[i, j])).seconds
+            assert bounds[i, j] <= found
+            if first[i, j] > 0:
+                assert bounds[i, j] > space.compute  # which is the time without recomputation
 
 
 def test_a_planned_run_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

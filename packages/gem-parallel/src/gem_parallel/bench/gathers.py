@@ -152,7 +152,7 @@ def beside(clock: Clock, work: Callable[[], None], gather: Callable[[], None], c
     until = min(clock.between(started, moved[-1]), clock.between(started, worked[-1]))
     both = [[clock.between(started, m) for m in marks] for marks in (worked, moved)]
     # the first of each begin before the other is under way
-    spans = [[b - a for a, b in zip(times[1:], times[2:]) if b <= until] for times in both]
+    spans = [[b - a for a, b in zip(times[1:], times[2:]) if b <= until or b == times[2]] for times in both]
     usual = median(clock.between(a, b) for a, b in zip(free[1:], free[2:]))
     return slowest(usual), slowest(median(spans[0])), slowest(median(spans[1]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations, product
 from typing import Literal
@@ -18,19 +18,22 @@ DENSE_ORDER = ("expert", "shard", "replicate")
 SPARSE_ORDER = ("replica", "model")
 
 Sharding = Literal["table", "row", "column"]
+COPY_ENGINE = "copy-engine"
 COLUMNS = 32
 """Least width of a column-wise piece."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """``order`` names the axes from the innermost. ``reshard``: gathered layers are freed after forward and gathered again."""
+    """``order`` names the axes from the innermost. ``reshard``: gathered layers are freed after forward and gathered again.
+    ``collective``: the back end of the gathers."""
 
     replicate: int
     shard: int
     expert: int
     order: tuple[str, ...] = DENSE_ORDER
     reshard: bool = True
+    collective: str = "default"
 
     @property
     def world(self) -> int:
@@ -73,7 +76,7 @@ class Sparse:
     """How tables are spread: ``strategy`` of ``[parallel]`` with its options, and how each class of tables is cut over the model axis.
 
     ``exchange``: "none" (every rank holds all rows of its model shard), "average" (whole copies, averaged every step), "whole" or "touched"
-    (storage sharded over the replicas).
+    (storage sharded over the replicas). ``collective``: the back end that whole copies are gathered and averaged by.
     """
 
     strategy: Literal["local", "fbgemm", "torchrec", "torchrec-2d", "gem-2d"]
@@ -83,6 +86,7 @@ class Sparse:
     exchange: Literal["none", "average", "whole", "touched"] = "none"
     schedule: Literal["article", "torchrec"] = "article"
     cuts: tuple[Sharding, ...] = ()
+    collective: str = "default"
 
     @property
     def world(self) -> int:
@@ -144,6 +148,8 @@ def dense_candidates(workload: Workload, world: int, cluster: Cluster) -> list[D
             replicate = world // expert // shard
             for order, reshard in product(_orders(DENSE_ORDER, expert, shard, replicate), (True, False)):
                 one = Dense(replicate, shard, expert, order, reshard)
+                if cluster.collectives.copy_engine is not None and one.group(cluster, "shard", "expert").uses(0):
+                    one = replace(one, collective=COPY_ENGINE)
                 if not reshard and one.spread == 1:
                     continue
                 seat = tuple(one.group(cluster, *names) for names in (("expert",), ("shard",), ("replicate",), ("shard", "expert")))
@@ -171,6 +177,8 @@ def sparse_candidates(workload: Workload, world: int, cluster: Cluster, only: Se
     def add(one: Sparse) -> None:
         if not only or one.strategy in only:
             seat = one.group(cluster, "model"), one.group(cluster, "replica")
+            copied = one.strategy == "gem-2d" and one.exchange == "whole" and cluster.collectives.copy_engine is not None
+            one = replace(one, collective=COPY_ENGINE) if copied and seat[1].uses(0) else one
             found.setdefault((one.strategy, one.exchange, one.schedule, one.cuts, seat), one)
 
     add(Sparse("local", 1, world))

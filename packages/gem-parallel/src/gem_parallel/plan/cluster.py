@@ -101,6 +101,9 @@ class Collectives(FrozenConfig):
     launch_us: float = Field(20.0, ge=0, description="fixed time of a collective")
     message_us: float = Field(1.0, ge=0, description="time of an all-to-all for each further peer")
     slowdown: float = Field(1.0, ge=1, description="factor by which concurrent computation is slowed (1: the collectives use no SM)")
+    copy_engine: float | None = Field(
+        None, gt=0, description="rate of gathers by copies inside a host over that of its tier; none: GPUs cannot read each other's memory"
+    )
 
 
 class Cluster(FrozenConfig):

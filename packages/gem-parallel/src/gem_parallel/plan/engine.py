@@ -5,7 +5,7 @@ it waits for has ended, a collective when that holds for every member of its gro
 
 - Collectives that are under way together share the links of a tier evenly (processor sharing): the smaller adds its whole load to the
   other's time, the larger adds as much as the smaller had to do.
-- A collective takes SMs from computation beside it: overlapped computation goes ``slowdown`` times slower.
+- A collective takes SMs from computation beside it, if it is not quiet: overlapped computation goes ``slowdown`` times slower.
 
 Times are arrays over the ranks, or plain floats for one rank that stands for all (every group is then in step).
 """
@@ -29,7 +29,7 @@ class Op:
     """One operation of the program.
 
     ``what`` says what it is in a report; ``after`` are indices of earlier operations. ``seconds`` for computation; ``cost`` and the ranks
-    that take part, as the ``axes`` of their group, for a collective.
+    that take part, as the ``axes`` of their group, for a collective; a ``quiet`` one takes no SM.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Op:
     seconds: Times = 0.0
     cost: Cost | None = None
     axes: Axes = ()
+    quiet: bool = False
 
 
 @dataclass
@@ -113,7 +114,7 @@ def run(ops: Sequence[Op], *, slowdown: float = 1.0, world: int | None = None) -
         if op.cost is None:
             extra = zero
             if lost:
-                for other in flying:
+                for other in (f for f in flying if not ops[f.at].quiet):
                     left = largest(zero, end[other.at] - largest(begin, other.start))
                     extra = extra + smallest(left * lost, op.seconds * (slowdown - 1))
                 extra = smallest(extra, op.seconds * (slowdown - 1))
@@ -138,7 +139,7 @@ def run(ops: Sequence[Op], *, slowdown: float = 1.0, world: int | None = None) -
         start[chosen] = begin
         end[chosen] = _agree(begin + mine.latency + _top(mine.loads, largest), op.axes, many)
         flying.append(mine)
-        if lost and computing is not None:
+        if lost and computing is not None and not op.quiet:
             ahead = largest(zero, end[computing] - begin)
             room = ops[computing].seconds * (slowdown - 1) - stretch[computing]
             more = smallest(smallest((end[chosen] - begin) * lost, ahead * (slowdown - 1)), room)

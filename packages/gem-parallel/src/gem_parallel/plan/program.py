@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gem_parallel.plan.candidates import Dense, Sparse
+from gem_parallel.plan.candidates import COPY_ENGINE, Dense, Sparse
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.engine import Op, Times
 from gem_parallel.plan.network import Axes, Cost, Group, Kind, cost
@@ -91,8 +91,12 @@ class _Builder:
         """None, and no operation, for a group of one."""
         return self.send(name, what, stream, cost(kind, size, group, self.cluster.network), axes, after) if axes else None
 
-    def send(self, name: str, what: str, stream: str, price: Cost, axes: Axes, after: Iterable[int | None] = ()) -> int:
-        return self._add(Op(name, what, stream, _known(after), cost=price, axes=axes))
+    def send(self, name: str, what: str, stream: str, price: Cost, axes: Axes, after: Iterable[int | None] = (), by: str = "") -> int:
+        """``by``: the back end; copies inside a host have a rate of their own there and take no SM."""
+        quiet = by == COPY_ENGINE
+        if quiet:
+            price = Cost(price.latency, (price.loads[0] / (self.cluster.collectives.copy_engine or 1.0), *price.loads[1:]))
+        return self._add(Op(name, what, stream, _known(after), cost=price, axes=axes, quiet=quiet))
 
     def _add(self, op: Op) -> int:
         self.ops.append(op)
@@ -157,7 +161,8 @@ class _Dense:
         if unit.experts:
             own = unit.experts.count / dense.expert * unit.experts.parameters * width
             price = price + cost("all-gather", own, dense.group(build.cluster, "shard"), build.cluster.network)
-        return build.send(f"gather {unit.name}, {when}", "parameter gather", "gather", price, dense.axes("shard", "expert"), [after])
+        axes = dense.axes("shard", "expert")
+        return build.send(f"gather {unit.name}, {when}", "parameter gather", "gather", price, axes, [after], dense.collective)
 
     def _reduce(self, unit: Unit, after: int) -> None:
         dense, build = self.dense, self.build
@@ -272,7 +277,10 @@ class _Tables:
 
     def _whole(self, name: str, kind: Kind, after: Iterable[int | None]) -> int | None:
         axes, group = self.over_replicas
-        return self.build.collective(name, "table replicas", "replicas", kind, self.layout.held_max, group, axes, after)
+        if not axes:
+            return None
+        price = cost(kind, self.layout.held_max, group, self.build.cluster.network)
+        return self.build.send(name, "table replicas", "replicas", price, axes, after, self.sparse.collective)
 
     def _touched(self, name: str, after: Iterable[int | None], *, rows: bool) -> int | None:
         """Rows that the busiest rank fetches from its replicas' storage, or their gradients on the way back."""

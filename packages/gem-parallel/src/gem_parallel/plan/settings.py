@@ -21,9 +21,13 @@ def to_parallel(dense: Dense, sparse: Sparse, workload: Workload) -> dict[str, A
         section[dense.strategy] = {"reshard_after_forward": dense.reshard}
         if workload.cast_parameters:
             section[dense.strategy]["param_dtype"] = "bf16"
+        if dense.collective != "default":
+            section[dense.strategy]["collective"] = dense.collective
     options: dict[str, Any] = {}
     if sparse.strategy == "gem-2d":
         options = {"exchange": sparse.exchange, "schedule": sparse.schedule}
+        if sparse.collective != "default":
+            options["collective"] = sparse.collective
     elif sparse.strategy == "torchrec-2d":
         options = {"fully_sharded": sparse.exchange == "whole", "inter_host": sparse.order[0] == "model"}
     if sparse.cuts and sparse.model > 1:
@@ -47,7 +51,9 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
     if p.dense in ("single", "ddp"):
         dense = Dense(world, 1, 1)
     elif p.dense in ("fsdp", "hsdp"):
-        dense = Dense(mesh.replicate, mesh.shard, mesh.expert, reshard=dense_options.reshard_after_forward)
+        dense = Dense(
+            mesh.replicate, mesh.shard, mesh.expert, reshard=dense_options.reshard_after_forward, collective=dense_options.collective
+        )
     else:
         raise _unknown("dense", p.dense)
     classes = table_classes(workload.tables)
@@ -71,7 +77,10 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
             for c in cuts(("row", "table", "column"))
         ],
         "gem-2d": lambda: [
-            Sparse("gem-2d", mesh.model, mesh.replica, exchange=sparse_options.exchange, schedule=sparse_options.schedule, cuts=c)
+            Sparse(
+                "gem-2d", mesh.model, mesh.replica, exchange=sparse_options.exchange, schedule=sparse_options.schedule, cuts=c,
+                collective=sparse_options.collective,
+            )
             for c in cuts(("row", "table"))
         ],
     }  # fmt: skip

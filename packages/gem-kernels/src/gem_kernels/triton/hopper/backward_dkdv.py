@@ -16,9 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import alive, fill_flat, load_box, make_barriers, query_range, read_tile, store_box
-
-LOG2E = gl.constexpr(1.4426950408889634)
+from gem_kernels.triton.hopper.common import LOG2E, alive, fill_flat, load_box, make_barriers, query_range, read_tile, statistics, store_box
 
 
 @gluon.jit
@@ -53,8 +51,8 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    lse, delta, dk, dv, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
-    act_ids, rows, left, right, scale, ds_scale, dv_scale,
+    dk, dv, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, k_empty,
+    act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr,
@@ -66,11 +64,11 @@ def _consumer(
     dtype: gl.constexpr = q_slots.dtype
     step = 0
     tile = 0
-    row, lk, q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
+    row, lk, _q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
         lq = alive(lq)
-        n_row, n_lk, n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        n_row, n_lk, _n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
         first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
         own = n0 + WHO * 64
         shift = lk - lq
@@ -90,22 +88,15 @@ def _consumer(
                 for x in range(first, last):
                     m0 = x * 64
                     stage = step % STAGES
-                    i = m0 + gl.arange(0, 64, layout=column_layout)
-                    if SOFTMAX:
-                        at = head.to(gl.int64) * rows + q_row + i
-                        lse_i = gl.load(lse + at, i < lq, float("-inf"))
-                        delta_i = gl.load(delta + at, i < lq, 0.0)
                     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
                     q_tile = q_slots.index(stage)
                     do_tile = do_slots.index(stage)
                     zero = gl.full([64, 64], 0.0, gl.float32, s_layout)
                     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    if SOFTMAX:
-                        # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
-                        lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
                     s = warpgroup_mma_wait(1, deps=(s,))
                     if SOFTMAX:
+                        lse_i = lse_slots.index(stage).load(column_layout)
                         p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
                         slope = p
                     else:
@@ -117,13 +108,16 @@ def _consumer(
                         if CAUSAL:
                             free = free & (j1 - 1 <= p_min)
                         if free == 0:
+                            i = m0 + gl.arange(0, 64, layout=column_layout)
                             seen = visible(i[None, :] + shift, j[:, None], 0, left, right, CAUSAL, WINDOW, False)
                             p = gl.where(seen, p, 0.0)
                             slope = gl.where(seen, slope, 0.0)
                     p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
                     dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
                     dp = warpgroup_mma_wait(1, deps=(dp,))
-                    ds = slope * (dp - delta_i[None, :]) if SOFTMAX else slope * dp
+                    if SOFTMAX:
+                        dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
+                    ds = slope * dp
                     ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
                     dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
                     dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
@@ -144,7 +138,7 @@ def _consumer(
                 step += 1
         mbarrier.arrive(k_empty.index(slot), count=1)
         tile += 1
-        row, lk, q_row, lq, n0 = n_row, n_lk, n_q_row, n_lq, n_n0
+        row, lk, lq, n0 = n_row, n_lk, n_lq, n_n0
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
@@ -164,35 +158,80 @@ def hopper_bwd_dkdv_kernel(
     v_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
     q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
-    q_full, q_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
+    delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
+    q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
     k_full, k_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _consumer,
+    if SOFTMAX:
+        gl.warp_specialize(
+            [
                 (
-                    lse, delta, dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
-                    act_ids, rows, left, right, scale, ds_scale, dv_scale,
-                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                    _consumer,
+                    (
+                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
+                        q_full, q_empty, k_full, k_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                    ),
                 ),
-            ),
-            (
-                _consumer,
                 (
-                    lse, delta, dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
-                    act_ids, rows, left, right, scale, ds_scale, dv_scale,
-                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                    _consumer,
+                    (
+                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
+                        q_full, q_empty, k_full, k_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                    ),
                 ),
-            ),
-            (
-                _producer,
                 (
-                    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
-                    HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                    _producer,
+                    (
+                        q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+                (
+                    statistics,
+                    (
+                        lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
+                        HKV, GROUP, CAUSAL, WINDOW, STAGES,
+                    ),
+                ),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
+                        q_full, q_empty, k_full, k_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
+                        q_full, q_empty, k_full, k_empty,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

@@ -1,19 +1,17 @@
-"""Backward pass on Hopper in one kernel: two warpgroups, each with 64 of a tile's 128 keys, share tiles of 64 query rows.
+"""Backward pass on Hopper for at most 128 keys a sample, in one kernel: two warpgroups, each with 64 keys, share tiles of 64 query rows.
 
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q
     dSᵀ of both warpgroups meets in shared memory      ->  dQ = dS K, 64 columns of it a warpgroup      five products a tile
 
-dQ of a tile of rows is the sum over the sample's key tiles: TMA adds it to a buffer in fp32, in no fixed order. With DIRECT all keys of
-a sample are in one tile, and dQ is written as it is. dK and dV leave through the staging buffer of dQ, so that the next K and V can be
-on their way meanwhile. delta = rowsum(O ∘ dO) is in memory beforehand.
+dK and dV leave through the staging buffer of dQ, so that the next K and V can be on their way meanwhile. delta = rowsum(O ∘ dO) is in
+memory beforehand. With more keys than one tile's, dQ would have to be summed in memory: adding it up there by TMA cost as much as the two
+products that it saved.
 """
 
 # ruff: noqa: SIM113 - the compiler knows no enumerate
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -21,25 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
-    add_box,
+    LOG2E,
     alive,
     fill_flat,
     load_box,
     make_barriers,
     query_range,
     read_tile,
+    statistics,
     store_box,
 )  # fmt: skip
-
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@triton.jit(do_not_specialize=["count"])
-def scale_cast_kernel(source, target, count: tl.int64, factor, BLOCK: tl.constexpr):
-    """``target = factor · source`` of flat tensors, in the target's dtype."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + at, at < count)
-    tl.store(target + at, (value * factor).to(target.dtype.element_ty), at < count)
 
 
 @gluon.jit
@@ -75,41 +64,13 @@ def _producer(
 
 
 @gluon.jit
-def _statistics(
-    lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """lse in powers of two and delta of every query tile, into shared memory beside Q."""
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    step = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        kv_head = item % HKV
-        _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
-        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for x in range(first, last):
-                i = x * 64 + gl.arange(0, 64, layout=layout)
-                at = head.to(gl.int64) * rows + q_row + i
-                lse_i = gl.load(lse + at, i < lq, float("-inf"))
-                delta_i = gl.load(delta + at, i < lq, 0.0)
-                # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
-                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-                stage = step % STAGES
-                mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
-                lse_slots.index(stage).store(lse_i)
-                delta_slots.index(stage).store(delta_i)
-                mbarrier.arrive(q_full.index(stage), count=1)
-                step += 1
-
-
-@gluon.jit
 def _consumer(
     dq, dk, dv, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
     q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -118,12 +79,12 @@ def _consumer(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     dtype: gl.constexpr = q_slots.dtype
-    out_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     half_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], dtype)
     k_tile = k_slot.index(0).slice(WHO * 64, 64)
     v_tile = v_slot.index(0).slice(WHO * 64, 64)
     k_half = k_slot.index(0).slice(WHO * HALF, HALF, dim=1)
-    mine = staging.index(WHO)
+    part = staging.index(WHO)
+    dq_part = part._reinterpret(dtype, [64, HALF], half_tile)
     step = 0
     tile = 0
     row, lk, q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
@@ -200,20 +161,13 @@ def _consumer(
                 dq_tile = warpgroup_mma_wait(0, deps=(dq_tile,))
                 mbarrier.arrive(ds_empty.index(buffer), count=1)
                 tma.store_wait(0)
-                if DIRECT:
-                    part = mine._reinterpret(dtype, [64, HALF], half_tile)
-                    part.store((dq_tile * ds_scale).to(dtype))
-                    fence_async_shared()
-                    store_box(dq, q_row, lq, m0, head * D + WHO * HALF, part, 64, HALF)
-                else:
-                    mine.store(dq_tile)
-                    fence_async_shared()
-                    add_box(dq, q_row, lq, m0, head * D + WHO * HALF, mine, 64, HALF)
+                dq_part.store((dq_tile * ds_scale).to(dtype))
+                fence_async_shared()
+                store_box(dq, q_row, lq, m0, head * D + WHO * HALF, dq_part, 64, HALF)
                 step += 1
         mbarrier.arrive(v_empty.index(0), count=1)
         mbarrier.arrive(k_empty.index(0), count=1)
         tma.store_wait(0)
-        part = mine._reinterpret(dtype, [64, D], out_tile)
         part.store((dv_acc * dv_scale).to(dtype))
         fence_async_shared()
         store_box(dv, row, lk, own, kv_head * D, part, 64, D)
@@ -232,15 +186,14 @@ def hopper_bwd_kernel(
     q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
     batch, rows, k_rows, left, right, scale, ds_scale, dv_scale,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr,
+    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
     fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
     fill_flat(dv, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
-    if DIRECT:
-        H: gl.constexpr = HKV * GROUP
-        fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+    H: gl.constexpr = HKV * GROUP
+    fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
     total = gl.load(tile_count) * HKV
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
@@ -249,7 +202,7 @@ def hopper_bwd_kernel(
     q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     ds_slots = gl.allocate_shared_memory(dtype, [BUFFERS, 128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
-    staging = gl.allocate_shared_memory(gl.float32, [2, 64, D // 2], gl.NVMMASharedLayout.get_default_for([64, D // 2], gl.float32))
+    staging = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
@@ -268,7 +221,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -277,7 +230,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -289,7 +242,7 @@ def hopper_bwd_kernel(
                     ),
                 ),
                 (
-                    _statistics,
+                    statistics,
                     (
                         lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
                         HKV, GROUP, CAUSAL, WINDOW, STAGES,
@@ -308,7 +261,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -317,7 +270,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, DIRECT, BUFFERS,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
                     ),
                 ),
                 (

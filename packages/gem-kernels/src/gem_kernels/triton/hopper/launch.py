@@ -25,7 +25,6 @@ Saved = tuple[Tensor | None, ...]
 _PORTABLE: Config = {"GLUON": 0}
 _ROWS = 128
 _DELTA_ROWS = 32
-_CAST = 4096
 
 
 def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -79,12 +78,12 @@ def candidates(kernel: str, p: Plan, info: DeviceInfo, gluon_only: bool) -> list
 
 
 def fuses(p: Plan) -> bool:
-    """Whether the single backward kernel is offered: its sums over key tiles have no fixed order where there are several."""
-    return p.d == 128 and (p.k_bound <= _ROWS or not p.deterministic)
+    """Whether the single backward kernel is offered: one tile has all keys of a sample."""
+    return p.d == 128 and p.k_bound <= _ROWS
 
 
 def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2, "BUFFERS": 2}, {"STAGES": 2, "BUFFERS": 1}, {"STAGES": 3, "BUFFERS": 1}]
+    return [{"STAGES": 2, "BUFFERS": 2}]
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -123,8 +122,7 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     made.base, made.padding = x, "zero"
     made.shape, made.strides = [_ENDLESS, _ENDLESS, _MAX_TMA_ROWS, heads * d], [2**34 - step, step, step, 1]
     made.block_shape = [1, 1, rows, columns or d]
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
-    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, element)
+    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, gl.float16 if x.dtype == torch.float16 else gl.bfloat16)
     return made
 
 
@@ -208,14 +206,13 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
 
 
 def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
-    """delta, then dQ, dK and dV in one kernel, then dQ from the fp32 buffer that it was summed in, unless one key tile has it all."""
+    """delta, then dQ, dK and dV in one kernel."""
     from gem_kernels.triton.attention.rows import attention_delta_kernel
-    from gem_kernels.triton.hopper.backward_fused import hopper_bwd_kernel, scale_cast_kernel
+    from gem_kernels.triton.hopper.backward_fused import hopper_bwd_kernel
 
     p = x.plan
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
-    direct = p.k_bound <= _ROWS
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
     delta = None
     gain = p.out_scale * p.folded_gain
@@ -226,22 +223,16 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             out, dout, delta, *out.stride()[:2], *dout.stride()[:2], x.out_rows, 1.0 / p.out_scale if p.out_scale else 0.0,
             H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
         )  # fmt: skip
-    tiles = x.sample_tiles(x.q_offsets) if direct else x.k_tiles(_ROWS)
-    constants = _constants(x)
+    tiles = x.sample_tiles(x.q_offsets)
 
     def run(config: Config) -> None:
-        sums = dq if direct else torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
         launch(
             hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-            _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(sums, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
-            sums, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+            _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
+            dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
             x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, p.scale * gain, gain,
-            HKV=p.kv_heads, DIRECT=direct, **config, **constants,
+            HKV=p.kv_heads, **config, **_constants(x),
         )  # fmt: skip
-        if not direct:
-            launch(
-                scale_cast_kernel, (-(-dq.numel() // _CAST),), x.device, sums, dq, dq.numel(), p.scale * gain, BLOCK=_CAST, num_warps=4,
-            )  # fmt: skip
 
     choose_and_run(x, "hopper.bwd", _both_sides, run)
     return dq, dk, dv

@@ -64,10 +64,11 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str]) -> dict[str, Any
     meta = _meta(operand)
     warps = TILES["gluon_both"]["num_warps"]
     constexprs = {name: meta[name] for name in ("FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")} | {
-        "ACT": 0, "NORM": True, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "SWIZZLE": operand.format == "mx", "E5M2": False,
-        "WARPS": warps,
+        "ACT": 0, "NORM": True, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "SQUARE": operand.format == "fp8",
+        "SWIZZLE": operand.format == "mx", "E5M2": False,
+        "WARPS": warps, "GROUP": 1,
     }  # fmt: skip
-    types = {name: kind for name, kind in types.items() if name not in ("seeds", "eps")}
+    types = {name: kind for name, kind in types.items() if name not in ("seeds", "eps")} | {"strips_r": "i32", "strips_c": "i32"}
     return built(quantize_both_kernel, arch, types, constexprs, warps, source=GluonASTSource)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from gem_precision import kernels
 from gem_precision.gemm import PAD, Quantised
-from gem_precision.kernels.quantize import norm_backward, norm_quantize, quantize_matrix, takes
+from gem_precision.kernels.quantize import norm_backward, norm_quantize, quantize_matrix, serves_mixed, takes
 from gem_precision.policy import LinearPolicy, Operand
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
@@ -24,7 +24,8 @@ def can_fuse(x: Tensor, before: str, policy: LinearPolicy) -> bool:
     a, b = policy.fprop.a, policy.wgrad.b
     if a is None or b is None or policy.fprop.hadamard or policy.wgrad.hadamard:
         return False
-    if not takes(a) or (a.format, a.elem, a.scale_rule, a.block) != (b.format, b.elem, b.scale_rule, b.block) or a.block[0] != 1:
+    alike = (a.format, a.elem, a.scale_rule, a.block) == (b.format, b.elem, b.scale_rule, b.block)
+    if not takes(a) or not (alike or serves_mixed(a, b)) or a.block[0] != 1:
         return False
     return not before.startswith("act:") or before.removeprefix("act:") in ACTIVATIONS
 

@@ -19,7 +19,7 @@ from gem_precision import kernels
 from gem_precision.formats import FP8, MX, quantize_fp8, quantize_mx, swizzle_scales
 from gem_precision.formats.random import draw_seed, random_bits
 from gem_precision.hadamard import random_hadamard
-from gem_precision.kernels.quantize import quantize_matrix, takes
+from gem_precision.kernels.quantize import quantize_matrix, serves_mixed, takes
 from gem_precision.policy import Gemm, Operand
 
 Quantised = MX | FP8
@@ -82,7 +82,8 @@ def quantise_both(
     where the kernels can."""
     one_read = (
         rows.hadamard is None and columns.hadamard is None and kernels.usable(x) and takes(row_operand)
-        and replace(row_operand, rounding="nearest") == replace(column_operand, rounding="nearest")
+        and (replace(row_operand, rounding="nearest") == replace(column_operand, rounding="nearest")
+             or serves_mixed(row_operand, column_operand))
         and (row_operand.block[0] == 1 or row_operand == column_operand)
     )  # fmt: skip
     if one_read:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ TILES: dict[str, dict[str, Any]] = {
     "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
     "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
-    "gluon_both": {"num_warps": 8},
+    "gluon_both": {"num_warps": 8, "GROUP": 1},
 }
 """Tile of each use; the benchmark of this package times others."""
 
@@ -60,9 +60,9 @@ def quantize_matrix(
     """Quantise ``x [R, C]`` along its columns (operand ``rows``: K = C), along its rows (``columns``: K = R, transposed), or both, in one
     read; ``act`` is applied first and its result rounded to ``dtype`` (None: x's).
 
-    Both directions must agree in format, element, rule and whether blocks are squares. Bit-equal to the codec on ``act(x)``; with
-    stochastic rounding the rows' seed is drawn from ``generator`` first. ``swizzle``: scales in 128x4 tiles, flat uint8. ``pad``: K of the
-    columns' operand is filled up with zeros to a multiple of this (at most 32), as matrix instructions want it.
+    Both directions must agree in format, element, rule and blocks; in FP8, rows in strips go with columns in squares too. Bit-equal to the
+    codec on ``act(x)``; with stochastic rounding the rows' seed is drawn from ``generator`` first. ``swizzle``: scales in 128x4 tiles, flat
+    uint8. ``pad``: K of the columns' operand is filled up with zeros to a multiple of this (at most 32), as matrix instructions want it.
     :raises OpError: operands that do not fit each other, or an x that is not a CUDA matrix of unit column stride.
     """
     x = _checked(x, rows, columns)
@@ -70,6 +70,10 @@ def quantize_matrix(
     if act not in ACTIVATIONS:
         raise OpError(f"no activation called {act!r} is fused with quantising", where="act", fix=f"choose one of {', '.join(ACTIVATIONS)}")
     r, c = x.shape
+    if _mixed(rows, columns) and not _by_hand(x, dtype or x.dtype, rows, columns):
+        options: dict[str, Any] = {"act": act, "dtype": dtype, "generator": generator, "pad": pad}
+        first = quantize_matrix(x, rows, write_y=write_y, **options)
+        return replace(first, columns=quantize_matrix(x, None, columns, **options).columns)
     y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
     if _by_hand(x, y.dtype, rows, columns) and "BLOCK_R" not in (tile or {}):
         _launch_by_hand(x, y, what, meta, tile, ACT=ACTIVATIONS[act], WRITE_Y=write_y)
@@ -89,6 +93,17 @@ def _use(rows: Operand | None, columns: Operand | None) -> str:
     one = rows or columns
     assert one is not None
     return one.format if columns is None and one.block[0] == 1 else f"{one.format}_both"
+
+
+def serves_mixed(rows: Operand, columns: Operand) -> bool:
+    """Whether one read serves rows in strips and columns in squares: FP8 of the same element, rounded to nearest."""
+    strips = replace(columns, block=rows.block)
+    return rows == strips and (rows.format, rows.block, columns.block, rows.rounding) == ("fp8", (1, 128), (128, 128), "nearest")
+
+
+def _mixed(rows: Operand | None, columns: Operand | None) -> bool:
+    """Whether the rows are quantised in strips and the columns in squares."""
+    return rows is not None and columns is not None and rows.block != columns.block
 
 
 def _by_hand(x: Tensor, dtype: torch.dtype, rows: Operand | None, columns: Operand | None) -> bool:
@@ -112,8 +127,8 @@ def _launch_by_hand(
     launch(
         quantize_both_kernel, -(-r // 128) * -(-c // 128), x.device, x, x if weight is None else weight, x if bias is None else bias, y,
         x if stats is None else stats, row_data, row_scales, col_data, col_scales, r, c, x.stride(0), what.col_stride,
-        **({"ACT": 0} | flags), NORM=stats is not None, WEIGHT=weight is not None, BIAS=bias is not None, E5M2=meta["CAST"] == 2,
-        WARPS=tile["num_warps"], **kept, **tile,
+        -(-r // kept["B"]), -(-c // kept["B"]), **({"ACT": 0} | flags), NORM=stats is not None, WEIGHT=weight is not None,
+        BIAS=bias is not None, SQUARE=what.columns_square, E5M2=meta["CAST"] == 2, WARPS=tile["num_warps"], **kept, **tile,
     )  # fmt: skip
 
 
@@ -143,6 +158,10 @@ def norm_quantize(
         write_y = True
     else:
         x = _checked(x, rows, columns)
+        if _mixed(rows, columns) and not _by_hand(x, dtype or x.dtype, rows, columns):
+            options: dict[str, Any] = {"kind": kind, "weight": weight, "bias": bias, "eps": eps, "dtype": dtype, "generator": generator}
+            first = norm_quantize(x, rows, write_y=write_y, pad=pad, **options)
+            return replace(first, columns=norm_quantize(x, None, columns, write_y=False, pad=pad, **options).columns)
         what, meta = _plan(x, rows, columns, generator, swizzle, pad)
     one = rows or columns
     tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
@@ -190,7 +209,7 @@ def _checked(x: Tensor, rows: Operand | None, columns: Operand | None) -> Tensor
             raise OpError(f"{operand} needs two passes", where="operand", fix="use gem_precision.formats.quantize_fp8")
     if rows is not None and columns is not None:
         same = [(o.format, o.elem, o.scale_rule, o.block) for o in (rows, columns)]
-        if same[0] != same[1]:
+        if same[0] != same[1] and not serves_mixed(rows, columns):
             raise OpError(f"one read cannot serve {rows} and {columns}", where="rows, columns", fix="quantise twice")
         if rows.block[0] != 1 and rows.rounding != columns.rounding:
             raise OpError("a square is quantised once, so both directions round alike", where="rows, columns")
@@ -209,6 +228,7 @@ class _Outputs:
         one = rows or columns
         if one is None:
             return
+        self.columns_square = _mixed(rows, columns)
         self.square = one.block[0] != 1
         if rows is not None:
             # spare rows for `gem_precision.gemm.with_spare_rows`
@@ -222,7 +242,8 @@ class _Outputs:
             if rows is not None:
                 self.row_scales = self._scales(x, rows, r, -(-c // rows.block[1]), tiles=swizzle)
             if columns is not None:
-                self.col_scales = self._scales(x, columns, c, -(-r // columns.block[1]), tiles=swizzle)
+                lines = -(-c // columns.block[0])
+                self.col_scales = self._scales(x, columns, lines, -(-r // columns.block[1]), tiles=swizzle)
 
     @staticmethod
     def _scales(x: Tensor, operand: Operand, rows: int, strips: int, *, tiles: bool) -> Tensor:

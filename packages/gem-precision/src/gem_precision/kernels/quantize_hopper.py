@@ -62,11 +62,27 @@ def _along_last(
 
 
 @gluon.jit
+def _store_scales(
+    target, stored, line, strip, lines, strips, FULL: gl.constexpr, SWIZZLE: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr
+):
+    """``stored [128, N]`` to (line, strip) of ``[lines, strips]``, a line's N as one word."""
+    words: gl.constexpr = gl.BlockedLayout([1, N], [32, 1], [WARPS, 1], [1, 0])
+    lines_here = line + gl.arange(0, TILE, layout=gl.SliceLayout(1, words))
+    strips_here = strip + gl.arange(0, N, layout=gl.SliceLayout(0, words))
+    at = _scale_offset(lines_here[:, None], strips_here[None, :], strips, SWIZZLE)
+    stored = gl.convert_layout(stored, words)
+    if FULL:
+        gl.store(target + at, stored)
+    else:
+        gl.store(target + at, stored, mask=(lines_here < lines)[:, None] & (strips_here < strips)[None, :])
+
+
+@gluon.jit
 def _one_tile(
-    tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
-    FULL: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr,
-    SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
-    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+    tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride, strips_r,
+    strips_c, FULL: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr,
+    SQUARE: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
+    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     runs: gl.constexpr = gl.BlockedLayout([2, 256 // WARPS], [32, 1], [2, WARPS // 2], [1, 0])
@@ -105,16 +121,17 @@ def _one_tile(
         gl.store(row_data + row0 * C + col0 + out, codes)
     else:
         gl.store(row_data + row0 * C + col0 + out, codes, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    small: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
-    stored = gl.convert_layout(stored, small)
-    line = row0 + gl.arange(0, TILE, layout=gl.SliceLayout(1, small))
-    strip = col0 // B + gl.arange(0, TILE // B, layout=gl.SliceLayout(0, small))
-    strips = (C + B - 1) // B
-    keep = (line < R)[:, None] & (strip < strips)[None, :]
-    gl.store(row_scales + _scale_offset(line[:, None], strip[None, :], strips, SWIZZLE), stored, mask=keep)
+    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, TILE // B, WARPS)
 
-    turned = tile.permute((1, 0)).load(runs)
-    codes, stored = _along_last(turned.to(gl.float32), runs, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    turned = tile.permute((1, 0)).load(runs).to(gl.float32)
+    if SQUARE:
+        amax = gl.reduce(gl.reduce(gl.abs(turned), 1, _larger), 0, _larger).to(gl.int32, bitcast=True)
+        stored, inverse = _fp8_scale(amax, LARGEST)
+        codes = _codes(turned * inverse, E5M2)
+        gl.store(col_scales + col0 // TILE * strips_r + row0 // TILE, stored)
+    else:
+        codes, stored = _along_last(turned, runs, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, TILE // B, WARPS)
     codes = gl.convert_layout(codes, by_rows)
     # by_rows again, its first dim now the columns of x
     target = col_data + col0 * col_stride + row0 + r[:, None] * col_stride + c[None, :]
@@ -122,33 +139,36 @@ def _one_tile(
         gl.store(target, codes)
     else:
         gl.store(target, codes, mask=(col0 + r < C)[:, None] & (row0 + c < R)[None, :])
-    stored = gl.convert_layout(stored, small)
-    line = col0 + gl.arange(0, TILE, layout=gl.SliceLayout(1, small))
-    strip = row0 // B + gl.arange(0, TILE // B, layout=gl.SliceLayout(0, small))
-    strips = (R + B - 1) // B
-    keep = (line < C)[:, None] & (strip < strips)[None, :]
-    gl.store(col_scales + _scale_offset(line[:, None], strip[None, :], strips, SWIZZLE), stored, mask=keep)
 
 
 @gluon.jit
 def quantize_both_kernel(
-    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride,
-    ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SWIZZLE: gl.constexpr,
-    FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr,
-    E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride, strips_r, strips_c,
+    ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SQUARE: gl.constexpr,
+    SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
+    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Optional activation, or norm from its statistics, rounded to y_out's dtype (16 bits) as the unfused op does, then quantise."""
+    """Optional activation, or norm from its statistics, rounded to y_out's dtype (16 bits) as the unfused op does, then quantise.
+
+    ``SQUARE``: the columns' blocks are squares of 128, the rows' are strips. ``strips_r``, ``strips_c``: blocks along R and C.
+    Programs that follow one another walk down ``GROUP`` tiles, then across.
+    """
     tile = gl.allocate_shared_memory(y_out.dtype.element_ty, (TILE, TILE), gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     across = gl.cdiv(C, TILE)
-    row0 = (gl.program_id(0) // across).to(gl.int64) * TILE
-    col0 = (gl.program_id(0) % across).to(gl.int64) * TILE
+    first = gl.program_id(0) // (GROUP * across) * GROUP
+    down = min(gl.cdiv(R, TILE) - first, GROUP)
+    within = gl.program_id(0) % (GROUP * across)
+    row0 = (first + within % down).to(gl.int64) * TILE
+    col0 = (within // down).to(gl.int64) * TILE
     if (row0 + TILE <= R) & (col0 + TILE <= C):
         _one_tile(
             tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
-            True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B, WARPS,
+            strips_r, strips_c, True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
+            E5M2, B, WARPS,
         )  # fmt: skip
     else:
         _one_tile(
             tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
-            False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B, WARPS,
+            strips_r, strips_c, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
+            E5M2, B, WARPS,
         )  # fmt: skip

@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from gem_core import load_config, train
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError
 from gem_core.testing.sources import ids_of
+from gem_core.train.offline import loaded_run
 from gem_data.config import FollowConfig
 from gem_data.spec import build_follow
 
@@ -182,6 +184,35 @@ def test_each_partition_is_evaluated_before_it_is_trained_on(folder, tmp_path):
     train(load_config(path, {"train.steps": 7}), run_dir=tmp_path / "parts", quiet=True)
     train(load_config(path), run_dir=tmp_path / "parts", resume=True, quiet=True)
     assert [e for e in evaluations("parts") if e[1]] == [e for e in whole if e[1]]
+
+
+def test_rows_are_given_back_alike_when_a_run_is_gone_on_with(tmp_path):
+    log = tmp_path / "log"
+    for hour, low in ((1, 0), (2, 10), (3, 10), (4, 10)):
+        target = log / f"hour={hour:02}"
+        target.mkdir(parents=True)
+        rng = np.random.default_rng(hour)
+        table = pa.table({"id": hour * 1000 + np.arange(ROWS), "item": low + np.arange(ROWS) % 10, "click": rng.integers(0, 2, ROWS)})
+        pq.write_table(table, target / "rows.parquet", row_group_size=7)
+        (target / "_SUCCESS").touch()
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=log) + "[train.tables]\nevict_after = 1\n")
+
+    def tables(run):
+        with loaded_run(tmp_path / run) as loaded:
+            return {name: tensor.clone() for name, tensor in loaded.parts.table_state().items()}
+
+    train(load_config(path), run_dir=tmp_path / "whole", quiet=True)
+    found = tables("whole")
+    # items 0 to 9 came in the first hour alone, and were given back when the third began
+    assert not found["sparse.item.accumulator"][:10].any()
+    assert found["sparse.item.accumulator"][10:].all()
+    train(load_config(path, {"train.steps": 7}), run_dir=tmp_path / "parts", quiet=True)
+    train(load_config(path), run_dir=tmp_path / "parts", resume=True, quiet=True)
+    resumed = tables("parts")
+    assert all(torch.equal(found[name], resumed[name]) for name in found)
+    train(load_config(path, {"train.tables.evict_after": None}), run_dir=tmp_path / "kept", quiet=True)
+    assert tables("kept")["sparse.item.accumulator"].all()
 
 
 def test_other_sources_have_no_partitions(folder, tmp_path):

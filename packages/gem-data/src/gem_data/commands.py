@@ -291,15 +291,20 @@ def vocab(
     split: Annotated[str, typer.Option(help="Rows to read.")] = "train",
     least: Annotated[int, typer.Option(min=1, help="Leave out values that come less often.")] = 1,
     most: Annotated[int | None, typer.Option(min=1, help="Keep only so many of the most frequent values of a vocabulary.")] = None,
+    extend: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What was fitted before: its values keep their ids, new ones follow, edges stay.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")] = None,
 ) -> None:
     """Make the vocabularies (vocabulary = true) and bucket edges (buckets = N) of the features, for features.fitted.
 
     Example: gemrec data vocab my.toml --out fitted.json --least 5
+    Example: gemrec data vocab today.toml --extend yesterday.json --out today.json
     """
     from gem_core.config import load_config
     from gem_core.config.load import source_config
     from gem_core.errors import ConfigError
+    from gem_core.sources.fitted import load_fitted
     from gem_data.config import ParquetConfig
     from gem_data.fit import fit
     from gem_data.writer import write_text
@@ -310,7 +315,8 @@ def vocab(
         raise ConfigError(f"the source {loaded.data.source!r} has no files to read", where="data.source", fix='set source = "parquet"')
     if target is None:
         raise ConfigError("there is no file to write", where="features.fitted", fix="set features.fitted, or give --out FILE")
-    fitted = fit(options, loaded.features, split=split, least=least, most=most)
+    before = None if extend is None else load_fitted(loaded.features.model_copy(update={"fitted": str(extend)}))
+    fitted = fit(options, loaded.features, split=split, least=least, most=most, extend=before)
     write_text(Path(target), fitted.dumps())
     for table, values in fitted.vocabularies.items():
         print(f"table {table}: {len(values):,} values, rows = {len(values) + 1} or more")

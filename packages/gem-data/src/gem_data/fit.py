@@ -25,10 +25,19 @@ SAMPLED = 4_000_000
 """Numbers of a feature that its quantiles are taken from; of more, an even share of every row group."""
 
 
-def fit(config: ParquetConfig, features: Features, *, split: str = "train", least: int = 1, most: int | None = None) -> Fitted:
+def fit(
+    config: ParquetConfig,
+    features: Features,
+    *,
+    split: str = "train",
+    least: int = 1,
+    most: int | None = None,
+    extend: Fitted | None = None,
+) -> Fitted:
     """Read the columns of the features that need it, over the rows of ``split`` that pass the filters.
 
     :param least: values that come less often are left out. :param most: the most frequent values that a vocabulary keeps.
+    :param extend: what was fitted before: its values keep their places and new ones follow them, and its edges stay as they are.
     :raises ConfigError: no feature needs fitted state; DataError: what is wrong with the files.
     """
     paths = needs_fitted(features)
@@ -57,7 +66,17 @@ def fit(config: ParquetConfig, features: Features, *, split: str = "train", leas
         "paths": list(config.paths(split)), "rows": rows.rows, "least": least, "most": most,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    return Fitted(words.kept(least, most), edges, made_of)
+    if extend is None:
+        return Fitted(words.kept(least, most), edges, made_of)
+    found = {table: _appended(extend.vocabularies.get(table, []), new, most) for table, new in words.kept(least, None).items()}
+    return Fitted({**extend.vocabularies, **found}, {**edges, **extend.edges}, made_of)
+
+
+def _appended(old: list[Any], new: list[Any], most: int | None) -> list[Any]:
+    """``old`` and the values of ``new`` that are not in it, up to ``most`` in all; ``old`` is never cut."""
+    known = set(old)
+    fresh = [value for value in new if value not in known]
+    return [*old, *(fresh if most is None else fresh[: max(0, most - len(old))])]
 
 
 class _Words:

@@ -134,7 +134,7 @@ def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Sour
     distill = resolved.config.train.distill if training else None
     source: Source = spec.build(
         resolved.source,
-        taught(resolved.config.features, distill),
+        taught(resolved.config) if training else resolved.config.features,
         split=split,
         batch_size=data.batch_size if training else data.eval_batch_size or data.batch_size,
         shard=(runtime.rank, runtime.world),

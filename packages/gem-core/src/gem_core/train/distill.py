@@ -101,22 +101,9 @@ def attach(model: nn.Module, config: Config) -> None:
 
     :raises ConfigError: a teacher for a task that is not there, or a model without serving heads of its own.
     """
-    distill = config.train.distill
+    distill = _checked(config)
     if distill is None:
         return
-    if not distill.teacher:
-        raise ConfigError(
-            "nothing says where the teacher's predictions are",
-            where=config.origin.where(("train", "distill")),
-            fix='set train.distill.teacher = { TASK = "column" }, or train by gemrec distill, which writes them',
-        )
-    unknown = sorted(set(distill.teacher) - set(config.features.labels))
-    if unknown:
-        raise ConfigError(
-            f"there is no task {unknown[0]!r} to teach",
-            where=config.origin.where(("train", "distill", "teacher")),
-            fix=f"the tasks are: {', '.join(config.features.labels) or 'none'}",
-        )
     heads = getattr(model, "heads", None)
     if not isinstance(model, RankingModel) or not isinstance(heads, nn.Module):
         raise ConfigError(
@@ -135,11 +122,33 @@ def _width(heads: nn.Module) -> int:
     return int(own) if own is not None else next(m.in_features for m in heads.modules() if isinstance(m, nn.Linear))
 
 
-def taught(features: Features, distill: Distill | None) -> Features:
-    """``features`` with the teacher's columns carried along, for the training split."""
+def taught(config: Config) -> Features:
+    """The features of the training split: with the teacher's columns carried along.
+
+    :raises ConfigError: a teacher for a task that is not there.
+    """
+    distill, features = _checked(config), config.features
     if distill is None:
         return features
     return features.model_copy(update={"columns": tuple(dict.fromkeys((*features.columns, *distill.teacher.values())))})
+
+
+def _checked(config: Config) -> Distill | None:
+    distill = config.train.distill
+    if distill is not None and not distill.teacher:
+        raise ConfigError(
+            "nothing says where the teacher's predictions are",
+            where=config.origin.where(("train", "distill")),
+            fix='set train.distill.teacher = { TASK = "column" }, or train by gemrec distill, which writes them',
+        )
+    unknown = sorted(set(distill.teacher) - set(config.features.labels)) if distill is not None else []
+    if unknown:
+        raise ConfigError(
+            f"there is no task {unknown[0]!r} to teach",
+            where=config.origin.where(("train", "distill", "teacher")),
+            fix=f"the tasks are: {', '.join(config.features.labels) or 'none'}",
+        )
+    return distill
 
 
 class Taught:

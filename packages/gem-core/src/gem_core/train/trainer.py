@@ -130,12 +130,12 @@ class Trainer:
         self.partition: str | None = None
         self.warm: dict[str, Any] | None = None
         after = train.tables.evict_after
-        for where in (["eval.before_training"] if self.config.eval.before_training else []) + (
-            ["train.tables.evict_after"] if after else []
-        ):
+        wanted = {"eval.before_training": "to evaluate before training"} if self.config.eval.before_training else {}
+        wanted |= {} if after is None else {"train.tables.evict_after": "to count"}
+        for where, what in wanted.items():
             if not hasattr(source, "partition_source"):
                 raise ConfigError(
-                    f"the source {self.config.data.source!r} has no partitions",
+                    f"the source {self.config.data.source!r} has no partitions {what}",
                     where=where,
                     fix="use a source that follows partitions, or leave it out",
                 )

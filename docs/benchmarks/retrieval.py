@@ -155,7 +155,10 @@ def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int
     overrides += ["train.capture=true"] if gpus else []
     if (folder / "valid.parquet").is_file():
         overrides.append('data.parquet.eval=["valid.parquet"]')
-    job = {"config": str(CONFIGS / variant.config), "overrides": [*overrides, *args.overrides], "folder": str(args.work / run)}
+    split = "eval" if suite == "tune" else "test"
+    job = {
+        "config": str(CONFIGS / variant.config), "overrides": [*overrides, *args.overrides], "folder": str(args.work / run), "split": split
+    }  # fmt: skip
     environment = {"OMP_NUM_THREADS": "2", **os.environ}
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
@@ -181,14 +184,14 @@ def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Train, and evaluate the final (with ``restore_best`` the best) parameters on the test split."""
+    """Train, and evaluate the final (with ``restore_best`` the best) parameters, on the test split unless variants are compared."""
     import gem_core.train
     from gem_core.config import load_config
     from gem_core.train.offline import evaluate_run
 
     config = load_config(Path(job["config"]), job["overrides"])
     result = gem_core.train(config, run_dir=job["folder"], overwrite=True, quiet=True)
-    test = evaluate_run(job["folder"], split="test").results["next_item"]
+    test = evaluate_run(job["folder"], split=job["split"]).results["next_item"]
     header = json.loads((Path(job["folder"]) / "run.json").read_text())
     evals = [json.loads(line) for line in (Path(job["folder"]) / "eval.jsonl").read_text().splitlines()]
     return {
@@ -233,6 +236,8 @@ def markdown(suite: str, record: dict[str, Any], rows: dict[str, list[dict[str, 
         told = ", ".join(f"{k} {v}" for k, v in json.loads(versions).items())
         lines += [f"{i}. `{command}`", f"   on {device}; {told}; commit {commit}"]
     lines += ["", "All items are ranked for every user, items that the user had before left out; equal scores count one half.", ""]
+    if suite == "tune":
+        lines += ["These are the second-last items of the users, which choose between variants; the last ones were not looked at.", ""]
     if suite == "ml-1m":
         lines += ["The file holds no clock times, so no model has a time bias; HSTU's published numbers have one.", ""]
     lines += [

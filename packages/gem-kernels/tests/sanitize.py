@@ -1,19 +1,22 @@
 """Every implementation of this package at small shapes, to be run under compute-sanitizer::
 
-compute-sanitizer --tool memcheck  --error-exitcode 1 python packages/gem-kernels/tests/sanitize.py
-compute-sanitizer --tool racecheck --error-exitcode 1 python packages/gem-kernels/tests/sanitize.py
+    python packages/gem-kernels/tests/sanitize.py                                     # compiles, without the tool
+    compute-sanitizer --tool memcheck  --error-exitcode 1 python packages/gem-kernels/tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python packages/gem-kernels/tests/sanitize.py
 
-Arguments, if any, are the names of the ops to run.
+``--ops`` and ``--impls`` choose among ops and implementations, ``--part 2/6`` does a sixth of the calls, for several processes at once.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gem_core import ops, plugins
+from gem_core.hookspecs import KernelSpec
 from gem_core.ops import dispatch
 from gem_core.ops.explain import problem_of
 from gem_core.testing.kernel_cases import Call, Draw, cases
@@ -37,24 +40,39 @@ def run(call: Call, op: str, backend: str) -> None:
         torch.autograd.grad(results, list(leaves.values()), [torch.ones_like(r) for r in results], allow_unused=True)
 
 
-def main(wanted: list[str]) -> None:
+def calls(wanted: list[str], impls: list[str]) -> Iterator[tuple[KernelSpec, str, Call]]:
+    """Every implementation's calls that it supports, with their names."""
+    for spec in triton.specs():
+        if (wanted and spec.op not in wanted) or (impls and spec.name not in impls):
+            continue
+        found = {name: case for name, case in cases(spec.op).items() if name != "many short samples" and not name.startswith("width")}
+        if spec.name.startswith("hopper"):
+            found = {"hopper": lambda _draw, op=spec.op: hopper_call(op)} if spec.op in ("jagged_attention", "gdpa") else {}
+        for name, case in found.items():
+            call = case(Draw(torch.bfloat16, "cuda"))
+            with dispatch.offering(spec):
+                if spec.supports(problem_of(spec.op, **call.arguments(call.tensors))):
+                    yield spec, name, call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="*", default=[])
+    parser.add_argument("--impls", nargs="*", default=[])
+    parser.add_argument("--part", default="1/1")
+    given = parser.parse_args()
+    part, parts = (int(n) for n in given.part.split("/"))
     plugins.manager()
     ran = 0
-    for spec in triton.specs():
-        if wanted and spec.op not in wanted:
-            continue
-        with dispatch.offering(spec):
-            calls = {name: case for name, case in cases(spec.op).items() if name != "many short samples" and not name.startswith("width")}
-            if spec.name.startswith("hopper"):
-                calls = {"hopper": lambda _draw, op=spec.op: hopper_call(op)}
-            for case in calls.values():
-                call = case(Draw(torch.bfloat16, "cuda"))
-                if spec.supports(problem_of(spec.op, **call.arguments(call.tensors))):
-                    run(call, spec.op, spec.name)
-                    ran += 1
-    torch.cuda.synchronize()
+    for i, (spec, name, call) in enumerate(calls(given.ops, given.impls)):
+        if i % parts == part - 1:
+            with dispatch.offering(spec):
+                run(call, spec.op, spec.name)
+            torch.cuda.synchronize()
+            print(f"{spec.op} {spec.name}: {name}", flush=True)
+            ran += 1
     print(f"{ran} calls, forward and backward")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

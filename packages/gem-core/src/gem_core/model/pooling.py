@@ -9,6 +9,7 @@ from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
 from gem_core.model.layers import NormLinear, TokenMix
 from gem_core.model.rows import Rows
+from gem_core.ops import siblings
 from gem_core.ops.contract import OpPrecision
 
 
@@ -53,7 +54,7 @@ class SeedPooling(nn.Module):
 
     def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> Tensor:
         b = rows.batch_size
-        k, v = self.kv(s).view(-1, 2, self.heads, self.head_dim).unbind(1)
+        k, v = siblings.unbind(self.kv(s).view(-1, 2, self.heads, self.head_dim))
         pooled = []
         if self.seeds is not None:
             q = self.seeds.to(k.dtype)

@@ -15,6 +15,7 @@ from gem_core import ops
 from gem_core.model.config import AttentionKind, NormKind, PffnConfig, SequenceConfig
 from gem_core.model.layers import FeedForward, NormLinear, TokenMix
 from gem_core.model.rows import Rows
+from gem_core.ops import siblings
 from gem_core.ops.contract import OpPrecision
 
 
@@ -61,7 +62,7 @@ class Pffn(nn.Module):
 
     def forward(self, s: Tensor, x: Tensor, rows: Rows) -> Tensor:
         kv = self.kv(x if self.mix is None else self.mix(x)).view(-1, 2, self.heads, self.head_dim)
-        k, v = kv.unbind(1)
+        k, v = siblings.unbind(kv)
         k_offsets = rows.uniform(self.keys)
         shape = (-1, self.heads, self.head_dim)
         options = {"activation": self.config.activation, "scale_in": self.scale_in, "scale_out": self.scale_out}
@@ -96,7 +97,7 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, s: Tensor, rows: Rows, rotary: Rotary | None = None) -> Tensor:
-        q, k, v = self.qkv(s).view(-1, 3, self.heads, self.head_dim).unbind(1)
+        q, k, v = siblings.unbind(self.qkv(s).view(-1, 3, self.heads, self.head_dim))
         if self.qk_norm:
             q, k = ops.norm(q), ops.norm(k)
         if self.kind == "block":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gem_core.errors import OpError
-from gem_core.ops import dispatch, flop_registry
+from gem_core.ops import dispatch, flop_registry, siblings
 from gem_core.ops.contract import NORMED, OpContract, OpPrecision, Problem
 
 NAMESPACE = "gem"
@@ -200,12 +200,15 @@ def _define_backward(definition: OpDefinition) -> None:
         with without_autocast(problem.device):
             result = kernel.backward(problem, args[: len(names)], dout, needs)
         like = next(t for t in named.values() if t is not None)
-        return _plain([_dense(t if need else None, like) for t, need in zip(result, needs)])
+        grads = [t if need else None for t, need in zip(result, needs)]
+        siblings_of_one = siblings.place([named.get(n) for n in contract.differentiable], needs, grads)
+        return _plain([t if i in siblings_of_one else _dense(t, like) for i, t in enumerate(grads)])
 
     def fake(*args: Any) -> tuple[Tensor, ...] | Tensor:
         named, _, _, needs, _ = unpack(args)
         like = next(t for t in named.values() if t is not None)
-        return _plain([_like(named[n]) if need else like.new_empty(0) for n, need in zip(contract.differentiable, needs)])
+        grads = siblings.empty_grads([named.get(n) for n in contract.differentiable], needs)
+        return _plain([like.new_empty(0) if t is None else t for t in grads])
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         named, _, sizes, needs, spec = unpack(args)
@@ -262,11 +265,6 @@ def _unpack(definition: OpDefinition, args: Sequence[Any]) -> tuple[dict[str, Te
 
 def _dense(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t.contiguous()
-
-
-def _like(t: Tensor | None) -> Tensor:
-    assert t is not None
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 def _plain(results: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:

@@ -1,0 +1,91 @@
+"""Gradients of tensors that are slices of one projection, side by side in memory, so that joining them again costs nothing.
+
+``q, k, v = unbind(x)`` of ``x [N, 3, H, D]`` are views; the gradient of x is their gradients stacked. Ops whose differentiable tensors are
+such siblings leave the gradients of these as slices of one tensor too (`empty_grads`), and the backward of `unbind` finds them to be the
+parts of what it has to return. Gradients that lie elsewhere are stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def groups(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[range]:
+    """Which runs of ``tensors`` whose gradients are needed are all the slices of one contiguous ``[N, count, H, D]``."""
+    found, i = [], 0
+    while i < len(tensors):
+        t = tensors[i]
+        count = 0
+        if t is not None and t.dim() == 3 and needs[i] and t.stride()[1:] == (t.shape[2], 1):
+            count = t.stride(0) // max(1, t.shape[1] * t.shape[2])
+        run = range(i, i + max(count, 1))
+        if count > 1 and run.stop <= len(tensors) and all(needs[j] and _follows(t, tensors[j], j - i, count) for j in run):
+            found.append(run)
+        i = found[-1].stop if found and found[-1].start == i else i + 1
+    return found
+
+
+def _follows(first: Tensor, t: Tensor | None, place: int, count: int) -> bool:
+    """Whether ``t`` is slice number ``place`` of ``count``, ``first`` being number 0."""
+    if t is None or t.shape != first.shape or t.stride() != first.stride() or t.dtype != first.dtype or t.device != first.device:
+        return False
+    size = t.shape[1] * t.shape[2]
+    return t.stride(0) == count * size and t.storage_offset() == first.storage_offset() + place * size
+
+
+def empty_grads(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Empty gradients: contiguous, siblings as the slices of one tensor, None where none is needed."""
+    grads = [None if t is None or not need else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, need in zip(tensors, needs)]
+    for run in groups(tensors, needs):
+        n, h, d = tensors[run.start].shape  # type: ignore[union-attr]
+        joined = tensors[run.start].new_empty((n, len(run), h, d))  # type: ignore[union-attr]
+        grads[run.start : run.stop] = joined.unbind(1)
+    return grads
+
+
+def place(tensors: Sequence[Tensor | None], needs: Sequence[bool], grads: list[Any]) -> set[int]:
+    """Puts siblings in ``grads`` side by side, copying those that an implementation did not leave so; which gradients are siblings."""
+    placed: set[int] = set()
+    for run in groups(tensors, needs):
+        if _joined(grads[run.start : run.stop]) is None:
+            grads[run.start : run.stop] = torch.stack(grads[run.start : run.stop], 1).unbind(1)
+        placed.update(run)
+    return placed
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor ``[N, count, H, D]`` whose slices ``parts`` are."""
+    first, count = parts[0], len(parts)
+    if first.numel() == 0 or first.dim() != 3 or first.stride()[1:] != (first.shape[2], 1):
+        return None
+    if any(t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for t in parts):
+        return None
+    if not all(_follows(first, t, i, count) for i, t in enumerate(parts)):
+        return None
+    n, h, d = first.shape
+    return first.as_strided((n, count, h, d), (count * h * d, h * d, d, 1), first.storage_offset())
+
+
+class _Unbind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.like = x.shape[0], *x.shape[2:]
+        return x.unbind(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor:
+        some = next(g for g in grads if g is not None)
+        parts = [some.new_zeros(ctx.like) if g is None else g for g in grads]
+        joined = _joined(parts)
+        return torch.stack(parts, 1) if joined is None else joined
+
+
+def unbind(x: Tensor) -> tuple[Tensor, ...]:
+    """``x.unbind(1)`` of ``x [N, count, H, D]``, whose backward pass copies nothing where the gradients are siblings."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        return x.unbind(1)
+    return _Unbind.apply(x)

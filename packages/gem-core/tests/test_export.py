@@ -174,8 +174,8 @@ def given(batch, model, inputs) -> dict[str, torch.Tensor]:
             found[i.name] = getattr(batch, i.name)
         else:
             group = batch.sequences[i.history]
-            longest = max(group.lengths.tolist(), default=0)
-            found[i.name] = {"offsets": group.offsets, "longest": torch.arange(longest), "timestamps": group.timestamps}[key]
+            longest = torch.arange(max(group.lengths.tolist(), default=0), device=group.offsets.device)
+            found[i.name] = {"offsets": group.offsets, "longest": longest, "timestamps": group.timestamps}[key]
     return found
 
 
@@ -203,6 +203,21 @@ def test_any_number_of_samples_and_events(name: str):
     for part in (batch, batch.take(torch.tensor([one])), batch.take(empty[:1]), batch.take(empty[:1].repeat(3)), batch.select_range(0, 0)):
         want = model(part).logits
         torch.testing.assert_close(run(given(part, model, inputs)), want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_a_program_for_a_gpu_gives_what_the_cpu_gives():
+    config = SyntheticConfig(rows=10, eval_rows=60, test_rows=10, users=50, length={"law": "lognormal", "mean": 20, "max": 150})
+    features = synthetic_features(config)
+    model = built("gem", features)
+    batch = next(iter(SyntheticSource(config, features, split="eval", batch_size=60)))
+    want = model(batch).logits
+    program, inputs = trace(model.to("cuda"), features, torch.device("cuda"))
+    found = program.module()(given(batch.to("cuda"), model, inputs))
+    assert found.device.type == "cuda"
+    torch.testing.assert_close(found.cpu(), want, atol=1e-5, rtol=1e-4)
 
 
 def test_every_op_has_a_plain_form():

@@ -1,0 +1,87 @@
+"""``gemrec distill``: the teacher's columns, when they are written anew, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from gem_core import load_config, train
+from gem_core.cli import main
+from gem_core.errors import ConfigError
+from gem_core.sources.synthetic import SyntheticConfig
+from gem_data.distill import distill
+from gem_data.synth import write_synthetic
+
+SMALL = ["run.device=cpu", "data.batch_size=100", "train.tensorboard=false", "train.log_every=10", "train.steps=4"]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("log")
+    write_synthetic(folder, SyntheticConfig(rows=600, eval_rows=200, test_rows=10, users=50, length={"law": "lognormal", "mean": 4}))
+    text = (folder / "config.toml").read_text().replace('preset = "tiny"\n', "").replace('name = "gem"', 'name = "dlrm"')
+    (folder / "config.toml").write_text(text)
+    train(load_config(folder / "config.toml", changes(folder)), run_dir=folder / "teacher", quiet=True)
+    return folder
+
+
+def changes(folder):
+    return [*SMALL, f"data.parquet.root={json.dumps(str(folder))}"]
+
+
+def student(log, out, **options):
+    options = {"overrides": changes(log), "scores": out / "scores", "quiet": True, **options}
+    return distill(log / "teacher", log / "config.toml", run_dir=out / "run", **options)
+
+
+def test_the_teachers_predictions_stand_beside_every_column(log, tmp_path):
+    done = student(log, tmp_path)
+    assert done.status == "finished"
+    assert main(["predict", str(log / "teacher"), str(log / "train.parquet"), "--out", str(tmp_path / "p.parquet")]) == 0
+    scored, plain = pq.read_table(tmp_path / "scores" / "train-0.parquet"), pq.read_table(log / "train.parquet")
+    assert scored.select(plain.schema.names).equals(plain)
+    predicted = pq.read_table(tmp_path / "p.parquet")
+    for task in ("ctr", "cvr"):
+        got, want = scored[f"{task}_teacher"].to_numpy(), predicted[f"{task}_probability"].to_numpy()
+        assert np.array_equal(got, want)
+        assert got.std() > 0
+    config = load_config(tmp_path / "run" / "config.toml")
+    assert config.train.distill.teacher == {"ctr": "ctr_teacher", "cvr": "cvr_teacher"}
+
+
+def test_scores_are_written_anew_only_where_something_changed(log, tmp_path):
+    student(log, tmp_path)
+    path = tmp_path / "scores" / "train-0.parquet"
+    first = path.stat().st_mtime_ns
+    student(log, tmp_path, overwrite=True)
+    assert path.stat().st_mtime_ns == first
+    told = path.with_suffix(".json")
+    told.write_text(told.read_text().replace('"step": 4', '"step": 3'))
+    student(log, tmp_path, overwrite=True)
+    assert path.stat().st_mtime_ns > first
+    assert json.loads(told.read_text())["step"] == 4
+
+
+def test_filters_and_columns_of_the_student_hold(log, tmp_path):
+    more = [c for c in changes(log) if "steps" not in c] + ['data.parquet.train_filter="sample_id >= 500"']
+    assert student(log, tmp_path, overrides=more).samples == 100
+
+
+def test_what_is_refused(log, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="no files for the teacher"):
+        student(log, tmp_path, overrides=["data.source=synthetic"])
+    text = (
+        (log / "config.toml")
+        .read_text()
+        .replace("[features.labels.ctr]", "[features.labels.click]")
+        .replace("[features.labels.cvr]", "[features.labels.sale]")
+    )
+    (tmp_path / "other.toml").write_text(text)
+    with pytest.raises(ConfigError, match="the student learns click, sale"):
+        distill(log / "teacher", tmp_path / "other.toml", scores=tmp_path / "s", overrides=changes(log))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="in one process"):
+        student(log, tmp_path)

@@ -40,14 +40,16 @@ class _Measured(RunError):
 class Clock(Callback):
     """When each step ended, and when each checkpoint was begun and published; ends the run at ``last``, without a further checkpoint."""
 
-    def __init__(self, every: int, last: int) -> None:
-        self.every, self.last = every, last
+    def __init__(self, last: int) -> None:
+        self.last = last
         self.ends: list[float] = []
         self.saves: list[dict[str, Any]] = []
 
     def on_step(self, run: RunInfo, record: Mapping[str, Any] | None) -> None:
         self.ends.append(time.perf_counter())
         self.header = run.header
+        if run.step % 20 == 0:
+            print(f"step {run.step} of {self.last}: {self.ends[-1] - self.ends[0]:.1f} s after the first", flush=True)
         if run.step == self.last:
             raise _Measured("measured")
 
@@ -61,9 +63,9 @@ def measure(config: Config, folder: Path, *, every: int, saves: int) -> dict[str
 
     :raises GemError: what training would raise.
     """
-    clock = Clock(every, (saves + 1) * every - 1)
+    clock = Clock((saves + 1) * every - 1)
     try:
-        gem_core.train(config, run_dir=folder, callbacks=[clock], quiet=True)  # type: ignore[operator]
+        gem_core.train(config, run_dir=folder, callbacks=[clock])  # type: ignore[operator]
     except _Measured:
         pass
     finally:

@@ -109,13 +109,14 @@ column = "seen_amount"
 kind = "float"
 mean = 1.0
 std = 2.0
+[features.sequences.read]
+max_length = 4
 [features.sequences.read.fields.word]
 column = "read_word"
 table = "word"
 vocabulary = true
 default = 0
 policy = "default"
-max_length = 4
 [features.labels.click]
 [model]
 name = "gem"

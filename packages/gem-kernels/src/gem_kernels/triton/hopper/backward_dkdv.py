@@ -16,7 +16,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import LOG2E, alive, fill_flat, load_box, make_barriers, query_range, read_tile, statistics, store_box
+from gem_kernels.triton.hopper.common import (
+    LOG2E,
+    alive,
+    fill_flat,
+    load_box,
+    make_barriers,
+    pass_over_rows,
+    query_range,
+    read_tile,
+    statistics,
+    store_box,
+)
 
 
 @gluon.jit
@@ -81,11 +92,14 @@ def _consumer(
             j1 = gl.minimum(own + 64, lk)
             dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            begin, end = query_range(own, j1, lq, lk, left, right, 64, CAUSAL, WINDOW)
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
                 act_id = 0
                 if act_ids is not None:
                     act_id = gl.load(act_ids + head)
-                for x in range(first, last):
+                if CAUSAL or WINDOW:
+                    step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
+                for x in range(begin, end):
                     m0 = x * 64
                     stage = step % STAGES
                     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
@@ -123,6 +137,8 @@ def _consumer(
                     dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
                     mbarrier.arrive(q_empty.index(stage), count=1)
                     step += 1
+                if CAUSAL or WINDOW:
+                    step = pass_over_rows(last - end, step, q_full, q_empty, STAGES)
             k_tile.store((dk_acc * ds_scale).to(dtype))
             v_tile.store((dv_acc * dv_scale).to(dtype))
             fence_async_shared()
@@ -131,11 +147,7 @@ def _consumer(
             tma.store_wait(0)
         else:
             # No key of this half belongs to the sample: keep the ring going.
-            for _x in range((last - first) * GROUP):
-                stage = step % STAGES
-                mbarrier.wait(q_full.index(stage), step // STAGES & 1)
-                mbarrier.arrive(q_empty.index(stage), count=1)
-                step += 1
+            step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
         mbarrier.arrive(k_empty.index(slot), count=1)
         tile += 1
         row, lk, lq, n0 = n_row, n_lk, n_lq, n_n0

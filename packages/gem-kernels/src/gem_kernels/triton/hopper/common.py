@@ -141,6 +141,17 @@ def pass_over(count, step, k_full, k_empty, v_full, v_empty, STAGES: gl.constexp
 
 
 @gluon.jit
+def pass_over_rows(count, step, q_full, q_empty, STAGES: gl.constexpr):
+    """`pass_over` of the key side: tiles of Q and dO, which share a barrier."""
+    for _x in range(count):
+        stage = step % STAGES
+        mbarrier.wait(q_full.index(stage), step // STAGES & 1)
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def statistics(
     lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
     HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,

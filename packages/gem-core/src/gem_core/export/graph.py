@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -148,7 +149,8 @@ def _plain(target: Any) -> bool:
 def _traced(serving: Serving, device: torch.device) -> Any:
     example = _example(serving.inputs, device)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its own pytrees
             program = torch.export.export(serving, (example,), dynamic_shapes=(_dynamic(serving.inputs),), strict=False)
             return program.run_decompositions(traceable.table())
     except Exception as error:

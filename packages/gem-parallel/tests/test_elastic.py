@@ -20,7 +20,7 @@ CONFIG = {
     "model": {"name": "gem", "layers": 1, "dim": 8, "embedding_dim": 8, "interaction": {"experts": ["wukong", "wukong"]}},
     "train": {"steps": 24, "log_every": 1, "tensorboard": False, "checkpoint_every": 5, "checkpoint_async": True},
     "eval": {"metrics": ["ne"]},
-    "parallel": {"dense": "hsdp", "expert": 2, "sparse": "gem-2d", "replica": 2, "timeout_s": 20.0},
+    "parallel": {"dense": "hsdp", "expert": 2, "sparse": "gem-2d", "replica": 2, "timeout_s": 60.0},
 }  # fmt: skip
 
 KILLED = """

@@ -119,7 +119,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         keep_flight_record()
         # Later than the watchdog, which has more to say.
-        dist.init_process_group(backend, timeout=timedelta(seconds=1.5 * config.parallel.timeout_s + 10))
+        dist.init_process_group(backend, timeout=timedelta(seconds=1.5 * config.parallel.timeout_s + 10), **_own_store())
     try:
         if dist.is_initialized():
             yield Runtime(device, dist.get_rank(), dist.get_world_size())
@@ -131,6 +131,17 @@ def runtime(config: Config) -> Iterator[Runtime]:
     finally:
         if joined:
             leave_group()
+
+
+def _own_store() -> dict[str, Any]:
+    """Under torchrun: a part of its store for this attempt alone. Its launcher keeps one store over all attempts, so that a process would
+    find the addresses that those of the attempt before have left there."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    attempt = f"gem-attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world}"
+    return {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": world}
 
 
 def leave_group() -> None:

@@ -235,7 +235,7 @@ class Watchdog:
 def keep_flight_record() -> None:
     """Have torch.distributed remember its last collectives, unless the environment says how many; call before joining a group."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
-        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
 
 
 def flight_record() -> bytes | None:

@@ -149,8 +149,7 @@ BLOCKS = {"attention": ["block", "window"], "rotary": "time", "candidate": False
 MODELS = {
     "gem": {"preset": "tiny", "layers": 1},
     "gem-block": {"preset": "tiny", "layers": 2, "sequence": BLOCKS},
-    "dlrm": {}, "dcnv2": {}, "wukong": {"layers": 1}, "din": {}, "interformer": {"layers": 1}, "sasrec": {"layers": 1},
-    "hstu": {"layers": 1, "time_bias": 8},
+    "dcnv2": {}, "wukong": {"layers": 1}, "din": {}, "interformer": {"layers": 1}, "hstu": {"layers": 1, "time_bias": 8},
 }  # fmt: skip
 
 

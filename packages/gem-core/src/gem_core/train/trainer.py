@@ -337,6 +337,7 @@ class Trainer:
             "skipped": self.skipped,
             **self.meter.window(self.runtime.world),
             "checkpoint_s": self.saving_s,
+            "memory_bytes": peak_memory(self.runtime.device),
             "time": self._wall(),
             **{key: float(value) for key, value in self.guard_values.items()},
         }

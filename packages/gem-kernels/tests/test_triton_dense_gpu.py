@@ -239,3 +239,33 @@ def test_hopper_norm_linear(rows: int, k: int, n: int, affine: bool, dtype: torc
     for name, mine, rough, exact in zip(("y", "dx", "dw"), got, plain(dtype), plain(torch.float64)):
         error, theirs = ((t.double() - exact).norm() / exact.norm() for t in (mine, rough))
         assert error <= 1.5 * theirs + 1e-4, f"{name}: {error:.2e}, PyTorch {theirs:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "hidden", "out", "norm", "activation", "dtype"),
+    [
+        (1, 64, 128, 64, None, "gelu", torch.bfloat16),
+        (200, 128, 512, 64, "layer", "gelu", torch.bfloat16),
+        (5000, 256, 1024, 256, None, "gelu", torch.bfloat16),
+        (5000, 256, 1024, 256, "rms", "silu", torch.float16),
+        (40000, 128, 256, 128, "layer", "relu", torch.bfloat16),
+        (70000, 64, 256, 64, "rms", "gelu", torch.float16),
+    ],
+)
+def test_hopper_mlp(
+    rows: int, width: int, hidden: int, out: int, norm: str | None, activation: str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Result and gradients are those of the portable kernels up to rounding."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    scales = {"x": ((rows, width), 1.0), "w1": ((hidden, width), width**-0.5), "b1": ((hidden,), 1.0)}
+    scales |= {"w2": ((out, hidden), hidden**-0.5), "b2": ((out,), 1.0)}
+    given = {n: _draw(*shape, seed=i, scale=s).to(dtype).requires_grad_() for i, (n, (shape, s)) in enumerate(scales.items())}
+    dout = _draw(rows, out, seed=9).to(dtype)
+    found = {}
+    for backend in ("hopper", "triton"):
+        y = ops.mlp(**given, activation=activation, norm=norm, backend=backend)
+        found[backend] = y.detach(), *torch.autograd.grad(y, list(given.values()), dout)
+    for name, mine, theirs in zip(("y", *given), found["hopper"], found["triton"]):
+        assert torch.isfinite(mine).all()
+        assert (mine.double() - theirs.double()).norm() <= 6e-3 * theirs.double().norm(), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from gem_kernels.triton.dense.support import (
     HALF,
     NAMES,
     cast,
-    column_sum,
     common_support,
     descriptors_possible,
     power_of_two,
@@ -32,8 +32,9 @@ from gem_kernels.triton.dense.support import (
 WORKSPACE_BYTES = 1 << 30
 """Most that backward keeps of act(z) and dz at a time; more rows are done in turns."""
 
-DX = False
 Saved = tuple[Tensor | None, ...]
+Hidden = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Another implementation of `_hidden`."""
 
 
 def supports(problem: Problem) -> Supported:
@@ -68,17 +69,24 @@ def candidates(problem: Problem, info: DeviceInfo, backward: bool) -> list[Confi
         shapes = [(32, 32, 4, 1)]
     elif not info.nvidia or info.key == "sm_80":
         shapes = [(64, 32, 4, 2), (64, 64, 4, 1)] if width <= 128 else [(32, 32, 4, 1)]
+    elif backward:
+        if width <= 128:
+            shapes = [(64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 1, 128), (128, 32, 8, 2, 128), (64, 64, 4, 1), (64, 32, 4, 2)]
+        elif width == 256:
+            shapes = [(128, 64, 8, 1), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1)]
+        else:
+            shapes = [(64, 32, 8, 1), (64, 16, 8, 2)]
     elif width <= 128:
-        shapes = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
+        shapes = [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3)]
     elif width == 256:
-        shapes = (
-            [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1)]
-            if backward
-            else [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)]
-        )
+        shapes = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)]
     else:
-        shapes = [(64, 16, 8, 2)] if backward else [(64, 32, 8, 2), (64, 16, 8, 2)]
-    return unique([{"BLOCK_M": m, "BLOCK_H": min(h, hidden), "num_warps": w, "num_stages": s} for m, h, w, s in shapes])
+        shapes = [(64, 32, 8, 2), (64, 16, 8, 2)]
+    found = [{"BLOCK_M": m, "BLOCK_H": min(h, hidden), "num_warps": w, "num_stages": s} for m, h, w, s, *_ in shapes]
+    for config, shape in zip(found, shapes):
+        if len(shape) == 5:
+            config["maxnreg"] = shape[4]
+    return unique(found)
 
 
 def forward(problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
@@ -113,52 +121,54 @@ def forward(problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tens
     return (y, total), (x if total is None else total, w1, b1, w2, b2, mean, rstd)
 
 
-def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Saved:
-    """Workspace: act(z) and dz of as many rows as fit in 1 GiB, the normalised x under a norm, and column sums of dz."""
+def backward(
+    problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...], hidden_layer: Hidden | None = None
+) -> Saved:
+    """One kernel computes the hidden layer again and leaves act(z) and dz; the three products behind it are best left to the vendor's
+    library.
+
+    Workspace: act(z) and dz of as many rows as fit in 1 GiB, x̂ and its gradient under a norm, and column sums of dz and dy by row block.
+    """
     x, w1, b1, w2, b2, mean, rstd = saved
     dy, dtotal = (rows_contiguous(t) for t in dout)
     inputs = (x, w1, b1, w2, b2)
     if dy is None:
         return cast(needs, inputs, (dtotal.clone(), *(None if t is None else torch.zeros_like(t) for t in inputs[1:])))
     x = rows_contiguous(x)
-    rows = x.shape[0]
-    dx = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
-    dw1, db1, dw2 = (torch.zeros(t.shape, dtype=torch.float32, device=x.device) for t in (w1, w1[:, 0], w2))
-    turn = max(128, WORKSPACE_BYTES // (2 * x.element_size() * w1.shape[0]) // 128 * 128)
-    for begin in range(0, rows, turn):
+    rows, size = x.shape[0], w1.shape[0]
+    norm, layer = problem.option("norm") is not None, problem.option("norm") == "layer"
+    dx: list[Tensor] = []
+    dw1 = db1 = dw2 = db2 = None
+    turn = max(128, WORKSPACE_BYTES // (2 * x.element_size() * size) // 128 * 128)
+    for begin in range(0, max(rows, 1), turn):
         part = slice(begin, min(begin + turn, rows))
         stats = tuple(t if t is None or t.numel() == 0 else t[part] for t in (mean, rstd))
-        given = None if dtotal is None else dtotal[part]
-        hidden, dhidden, normed, sums = _rows(problem, x[part], w1, b1, w2, dy[part], given, *stats, dx[part], needs[2])
-        if not DX:
-            g = dhidden @ w1
-            if problem.option("norm") is None:
-                dx[part] = g if given is None else g + given
-            else:
-                normed = torch.empty_like(dx[part])
-                dx[part] = plain.norm_grads(x[part], None, g, given, *stats, False, False, problem.option("norm") == "layer", xhat=normed)[
-                    0
-                ]
-        if needs[1]:
-            weight_grad(dhidden, normed, dw1)
-        if needs[3]:
-            weight_grad(dy[part], hidden, dw2)
-        if needs[2]:
-            db1 += sums.sum(0)
-    return cast(needs, inputs, (dx, dw1, db1, dw2, column_sum(dy) if needs[4] else None))
+        rows_x, rows_dy, given = x[part], dy[part], None if dtotal is None else dtotal[part]
+        hidden, dhidden, sums1, sums2 = (hidden_layer or _hidden)(problem, rows_x, w1, b1, w2, rows_dy, *stats, needs[2], needs[4])
+        if norm:
+            normed = torch.empty(rows_x.shape, dtype=x.dtype, device=x.device)
+            dx.append(plain.norm_grads(rows_x, None, dhidden @ w1, given, *stats, False, False, layer, xhat=normed)[0])
+        else:
+            normed = rows_x
+            dx.append(dhidden @ w1 if given is None else torch.addmm(given, dhidden, w1))
+        dw1 = weight_grad(dhidden, normed, dw1) if needs[1] else None
+        dw2 = weight_grad(rows_dy, hidden, dw2) if needs[3] else None
+        db1 = sums1 if db1 is None else db1.add_(sums1)
+        db2 = sums2 if db2 is None else db2.add_(sums2)
+    return cast(needs, inputs, (dx[0] if len(dx) == 1 else torch.cat(dx), dw1, db1, dw2, db2))
 
 
-def _rows(
-    problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None,
-    rstd: Tensor | None, dx: Tensor, bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Write dx of these rows; act(z), dz, the (normalised) input, and column sums of dz by row block."""
+def _hidden(
+    problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, dy: Tensor, mean: Tensor | None, rstd: Tensor | None,
+    want_db1: bool, want_db2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """act(z) and dz of these rows, and the column sums of dz and dy (no columns where they are not wanted)."""
     rows, width = x.shape
     norm, layer = problem.option("norm") is not None, problem.option("norm") == "layer"
     size, out = w1.shape[0], w2.shape[0]
     hidden, dhidden = (torch.empty((rows, size), dtype=x.dtype, device=x.device) for _ in range(2))
-    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device) if norm else x
-    sums: list[Tensor | None] = [None]
+    columns = size if want_db1 else 0, out if want_db2 else 0
+    sums = [torch.empty((0, c), dtype=torch.float32, device=x.device) for c in columns]
     up, down = w1.contiguous(), w2.contiguous()
     info = device_info(x.device)
     tma = descriptors_possible(info, up, down, hidden)
@@ -169,17 +179,16 @@ def _rows(
 
         m, h, in_pad, out_pad = config["BLOCK_M"], config["BLOCK_H"], power_of_two(width), power_of_two(out)
         blocks = -(-rows // m)
-        if bias:
-            sums[0] = torch.empty((blocks, size), dtype=torch.float32, device=x.device)
+        sums[:] = [torch.empty((blocks, c), dtype=torch.float32, device=x.device) for c in columns]
         launch(
             mlp_bwd_kernel, (blocks,), x.device,
-            x, dy, dtotal, source(up, h, in_pad, tma), b1, source(down, out_pad, h, tma), up.float().sum(1) if layer else None,
-            mean, rstd, dx, source(hidden, m, h, tma), source(dhidden, m, h, tma), normed if norm else None, sums[0],
-            stride(x), stride(dy), stride(dtotal), rows, gain(act),
+            x, dy, source(up, h, in_pad, tma), b1, source(down, out_pad, h, tma), up.float().sum(1) if layer else None,
+            mean, rstd, source(hidden, m, h, tma), source(dhidden, m, h, tma), *(s if s.numel() else None for s in sums),
+            stride(x), stride(dy), rows, gain(act),
             IN=width, IN_PAD=in_pad, HIDDEN=size, OUT=out, OUT_PAD=out_pad, ACT=act, FAST=fast(info.nvidia, x.dtype),
-            NORM=norm, LAYER=layer, BIAS1=b1 is not None, DBIAS1=bias, DTOTAL=dtotal is not None, TMA=tma,
-            PRECISION=precision(x.dtype, info), DX=DX, **config,
+            NORM=norm, LAYER=layer, BIAS1=b1 is not None, TMA=tma, PRECISION=precision(x.dtype, info), **config,
         )  # fmt: skip
 
-    run(choose("mlp.backward", facts(problem), info, lambda: candidates(problem, info, backward=True), run))
-    return hidden, dhidden, normed, sums[0]
+    if rows:
+        run(choose("mlp.backward", facts(problem), info, lambda: candidates(problem, info, backward=True), run))
+    return hidden, dhidden, sums[0].sum(0), sums[1].sum(0)

@@ -5,9 +5,9 @@
    BLOCK_M│  BLOCK_H  │ ─► │registers│ ─► │ += y rows │     for every chunk of BLOCK_H hidden columns
           └───────────┘    └────────┘    └───────────┘
 
-A norm in front is applied lazily: z = r (x w1ᵀ − μ Σw1) + b1 with the row statistics of the whole x tile. Backward recomputes z chunk by
-chunk, accumulates dx = dz w1 in registers and leaves a = act(z) and dz in a workspace, from which the weights' gradients are two plain
-products. x + residual is stored first and read back, so that it enters the products from shared memory like any loaded tile.
+A norm in front is applied lazily: z = r (x w1ᵀ − μ Σw1) + b1 with the row statistics of the whole x tile. Backward recomputes z and
+da = dy w2 chunk by chunk and leaves a = act(z) and dz in a workspace, from which dx and the weights' gradients are plain products.
+x + residual is stored first and read back, so that it enters the products from shared memory like any loaded tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import _value, _value_and_slope
-from gem_kernels.triton.dense.norm_epilogue import finish, row_sums
 from gem_kernels.triton.dense.tiles import load_tile, store_tile
 
 
@@ -86,52 +85,36 @@ def mlp_fwd_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def mlp_bwd_kernel(
-    x, dy, dtotal, w1, b1, w2, column_sum, mean, rstd, dx, hidden, dhidden, hat, db1,
-    stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows, gain,
+    x, dy, w1, b1, w2, column_sum, mean, rstd, hidden, dhidden, db1, db2,
+    stride_x: tl.constexpr, stride_dy: tl.constexpr, rows, gain,
     IN: tl.constexpr, IN_PAD: tl.constexpr, HIDDEN: tl.constexpr, OUT: tl.constexpr, OUT_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
-    BIAS1: tl.constexpr, DBIAS1: tl.constexpr, DTOTAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DX: tl.constexpr,
+    BIAS1: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx of BLOCK_M rows; hidden = act(z) and dhidden = dz [rows, HIDDEN]; x̂ in ``hat`` under a norm; column sums of dz in db1
-    [programs, HIDDEN]."""
-    PIECE: tl.constexpr = IN_PAD if IN_PAD < 64 else 64
+    """hidden = act(z) and dhidden = dz [rows, HIDDEN] of BLOCK_M rows; column sums of dz and dy in db1 and db2 [programs, columns]."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M
     i = m + tl.arange(0, BLOCK_M)
     tile = load_tile(x, stride_x, m, 0, rows, IN, BLOCK_M, IN_PAD, False)
     grad = load_tile(dy, stride_dy, m, 0, rows, OUT, BLOCK_M, OUT_PAD, False)
+    if db2 is not None:
+        o = tl.arange(0, OUT_PAD)
+        tl.store(db2 + tl.program_id(0).to(tl.int64) * OUT + o, tl.sum(grad.to(tl.float32), 0), mask=o < OUT)
     mu = tl.zeros([BLOCK_M], tl.float32)
     r = mu
     if NORM:
         r = tl.load(rstd + i, mask=i < rows, other=0.0)
         if LAYER:
             mu = tl.load(mean + i, mask=i < rows, other=0.0)
-    acc = tl.zeros([BLOCK_M, IN_PAD], tl.float32)
     for h in tl.range(0, HIDDEN, BLOCK_H):
         up = load_tile(w1, IN, h, 0, HIDDEN, IN, BLOCK_H, IN_PAD, TMA)
         down = load_tile(w2, HIDDEN, 0, h, OUT, HIDDEN, OUT_PAD, BLOCK_H, TMA)
         z = _hidden(tile, up, b1, column_sum, mu, r, h, IN_PAD, HIDDEN, BLOCK_H, NORM, LAYER, BIAS1, PRECISION)
+        da = tl.dot(grad, down, input_precision=PRECISION)
         a, slope = _value_and_slope(z, ACT, FAST)
-        dz = tl.dot(grad, down, input_precision=PRECISION) * (slope * gain)
-        rounded = dz.to(tile.dtype)
+        dz = da * (slope * gain)
         store_tile(hidden, HIDDEN, a * gain, m, h, rows, HIDDEN, BLOCK_M, BLOCK_H, TMA)
-        store_tile(dhidden, HIDDEN, rounded, m, h, rows, HIDDEN, BLOCK_M, BLOCK_H, TMA)
-        if DBIAS1:
+        store_tile(dhidden, HIDDEN, dz, m, h, rows, HIDDEN, BLOCK_M, BLOCK_H, TMA)
+        if db1 is not None:
             j = h + tl.arange(0, BLOCK_H)
             valid = tl.where((i < rows)[:, None], dz, 0.0)
             tl.store(db1 + tl.program_id(0).to(tl.int64) * HIDDEN + j, tl.sum(valid, 0), mask=j < HIDDEN)
-        if DX:
-            acc = tl.dot(rounded, up, acc, input_precision=PRECISION)
-    if not DX:
-        pass
-    elif NORM:
-        for c in range(0, IN_PAD, PIECE):
-            part = (load_tile(x, stride_x, m, c, rows, IN, BLOCK_M, PIECE, False).to(tl.float32) - mu[:, None]) * r[:, None]
-            store_tile(hat, IN, part, m, c, rows, IN, BLOCK_M, PIECE, False)
-        zero = tl.zeros([BLOCK_M], tl.float32)
-        g_sum, gx_sum = row_sums(acc, x, mu, r, zero, zero, m, 0, rows, stride_x, IN, BLOCK_M, IN_PAD, PIECE)
-        finish(acc, x, dtotal, dx, mu, r, g_sum / IN, gx_sum / IN, m, 0, rows, stride_x, stride_dt, IN, BLOCK_M, IN_PAD, PIECE, LAYER,
-               DTOTAL)  # fmt: skip
-    else:
-        if DTOTAL:
-            acc += load_tile(dtotal, stride_dt, m, 0, rows, IN, BLOCK_M, IN_PAD, False).to(tl.float32)
-        store_tile(dx, IN, acc, m, 0, rows, IN, BLOCK_M, IN_PAD, False)

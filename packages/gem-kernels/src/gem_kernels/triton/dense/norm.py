@@ -113,7 +113,7 @@ def norm_grads(
 def _backward_candidates(c: int) -> list[Config]:
     width = power_of_two(c)
     found = []
-    for elements in (4096, 2048, 8192):
+    for elements in (8192, 4096, 2048):
         rows = max(1, elements // width)
         found.append({"ROWS": rows, "num_warps": min(16, max(4, rows * width // 1024))})
     return unique(found)

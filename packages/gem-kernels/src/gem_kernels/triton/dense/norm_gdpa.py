@@ -19,6 +19,8 @@ from gem_kernels.triton.dense.support import HALF, NAMES, common_support, power_
 
 ROW_ELEMENTS = 4096
 """What a program of a pass over rows works on."""
+RESIDENT_KEYS = 128
+"""So many keys and values of a head stay on the chip while a program walks over rows."""
 Saved = tuple[Tensor | None, ...]
 
 
@@ -44,7 +46,7 @@ def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
 
 
 def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
-    """Tiles of BLOCK_M query rows by BLOCK_N keys. With all keys in one tile there is nothing to pipeline: two programs share an SM."""
+    """Tiles of BLOCK_M query rows by BLOCK_N keys; of the kernels over heads, SPAN rows a program."""
     d = power_of_two(problem.dim("D"))
     if info.key == "interpreter":
         shapes = [(64, 64, 4, 1)]
@@ -55,9 +57,15 @@ def candidates(problem: Problem, info: DeviceInfo, kernel: str) -> list[Config]:
     elif kernel == "dkdv":
         shapes = [(64, 128, 8, 3), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 2)]
     else:
-        shapes = [(64, 128, 4, 1), (64, 64, 4, 2), (128, 128, 8, 1), (128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 2)]
+        shapes = [(64, 128, 4, 2), (64, 128, 4, 1), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 2)]
     keys = max(16, min(problem.option("max_k_len", 128), 128))
-    return unique([{"BLOCK_M": m, "BLOCK_N": min(n, keys), "num_warps": w, "num_stages": s} for m, n, w, s in shapes])
+    found = unique([{"BLOCK_M": m, "BLOCK_N": min(n, keys), "num_warps": w, "num_stages": s} for m, n, w, s in shapes])
+    if kernel == "dkdv":
+        return found
+    longest = problem.option("max_k_len", 1 << 16)
+    spans = [128] if info.key == "interpreter" else [1024, 256]
+    resident = [-(-longest // c["BLOCK_N"]) if longest <= RESIDENT_KEYS else 0 for c in found]
+    return [{**c, "RESIDENT": tiles, "SPAN": max(span, c["BLOCK_M"])} for span in spans for c, tiles in zip(found, resident)]
 
 
 def _row_config(problem: Problem) -> Config:
@@ -68,12 +76,11 @@ def _row_config(problem: Problem) -> Config:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> tuple[Tensor, Saved]:
-    """See `gem_core.ops.norm_gdpa`. Workspace: 4 bytes a row and head."""
+    """See `gem_core.ops.norm_gdpa`."""
     heads = problem.dim("H")
     rows, batch = q.shape[0], q_offsets.numel() - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     mean, rstd, out_rstd = stats = [torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(3)]
-    squares = torch.empty((heads, rows), dtype=torch.float32, device=q.device)
     tensors = [rows_contiguous(t) for t in (q, k, v)]
     info, eps, wide = device_info(q.device), problem.option("eps"), _wide(problem)
 
@@ -87,16 +94,16 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor
         from gem_kernels.triton.dense.norm_gdpa_fwd import norm_gdpa_fwd_kernel
 
         launch(
-            norm_gdpa_fwd_kernel, ((rows // config["BLOCK_M"] + batch + 1) * heads,), q.device,
-            *tensors, out, mean, rstd, squares, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows,
+            norm_gdpa_fwd_kernel, ((rows // config["SPAN"] + batch + 1) * heads,), q.device,
+            *tensors, out, mean, rstd, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows,
             problem.option("scale_in"), _gain(problem), *_strides(*tensors), **_constants(problem, info), **config,
         )  # fmt: skip
 
     def run_out(config: Config) -> None:
         from gem_kernels.triton.dense.norm_gdpa_fwd import norm_gdpa_out_kernel
 
-        args = (tensors[0], out, squares, out_rstd, q_offsets, batch, rows, eps, *_strides(tensors[0]))
-        launch(norm_gdpa_out_kernel, _row_grid(rows, config), q.device, *args, HEADS=power_of_two(heads, 1), **wide, **config)
+        args = (tensors[0], out, out_rstd, q_offsets, batch, rows, eps, *_strides(tensors[0]))
+        launch(norm_gdpa_out_kernel, _row_grid(rows, config), q.device, *args, **wide, **config)
 
     if rows:
         known = facts(problem)
@@ -107,14 +114,13 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:
-    """Workspace: the gradient of o, as large as q, and 8 bytes a row and head."""
+    """Workspace: the gradient of o, as large as q."""
     q, k, v, q_offsets, k_offsets, out, mean, rstd, out_rstd = saved
     heads = problem.dim("H")
     rows, batch = q.shape[0], q_offsets.numel() - 1
     tensors = [rows_contiguous(t) for t in (q, k, v)]
     grad = rows_contiguous(dout)
     dq, do, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, q, k, v))
-    sums = torch.empty((2, heads, rows), dtype=torch.float32, device=q.device)
     info, wide = device_info(q.device), _wide(problem)
     scalars = problem.option("scale_in"), _gain(problem)
 
@@ -128,16 +134,16 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
         from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_dl_kernel
 
         launch(
-            norm_gdpa_bwd_dl_kernel, ((rows // config["BLOCK_M"] + batch + 1) * heads,), q.device,
-            *tensors, do, mean, rstd, dq, sums, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows, *scalars,
+            norm_gdpa_bwd_dl_kernel, ((rows // config["SPAN"] + batch + 1) * heads,), q.device,
+            *tensors, do, mean, rstd, dq, q_offsets, k_offsets, _act_ids(problem, q.device), batch, rows, *scalars,
             *_strides(*tensors), **_constants(problem, info), **config,
         )  # fmt: skip
 
     def run_dq(config: Config) -> None:
         from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_dq_kernel
 
-        args = (tensors[0], grad, mean, rstd, sums, dq, q_offsets, batch, rows, *_strides(tensors[0], grad))
-        launch(norm_gdpa_bwd_dq_kernel, _row_grid(rows, config), q.device, *args, HEADS=power_of_two(heads, 1), **wide, **config)
+        args = (tensors[0], grad, mean, rstd, dq, q_offsets, batch, rows, *_strides(tensors[0], grad))
+        launch(norm_gdpa_bwd_dq_kernel, _row_grid(rows, config), q.device, *args, **wide, **config)
 
     def run_dkdv(config: Config) -> None:
         from gem_kernels.triton.dense.norm_gdpa_bwd import norm_gdpa_bwd_dkdv_kernel

@@ -1,11 +1,13 @@
 """Triton backward kernels of `norm_gdpa`, deterministic. With n = H·D, r₂ = out_rstd, g = dout and ô = out − q the normalised o:
 
 rows     do = r₂ (g − ô Σ(g ô) / n)  (RMSNorm)                          reads q, out, g   writes do
-heads    dS = scale_in act'(S) (do vᵀ), dl = dS k + do                  reads q, do, k, v writes dl (into dq), Σdl, Σdl l of the head
+heads    dS = scale_in act'(S) (do vᵀ), dl = dS k + do                  reads q, do, k, v writes dl, into dq
 rows     dq = r (dl − Σdl / n − l Σ(dl l) / n) + g  (LayerNorm, residual)  reads dl, q, g  writes dq, in place
 keys     dk, dv: a program owns BLOCK_N keys of one head and walks over its sample's query rows, scores transposed (keys × rows) so that
          Pᵀ and dSᵀ stay in registers; l is applied to the sums: dk = (dS r)ᵀ q − (Σ dS r μ) 1ᵀ
 """
+
+# ruff: noqa: RUF005 - the compiler knows no unpacking of tuples
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.block.kernels import locate
-from gem_kernels.triton.dense.norm_gdpa_fwd import load_head, load_rows, normed, over_heads, store_head, store_rows
+from gem_kernels.triton.dense.norm_gdpa_fwd import load_head, load_rows, normed, store_head, store_rows
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
@@ -34,53 +36,74 @@ def norm_gdpa_bwd_do_kernel(
     store_rows(do, (g - hat * shared[:, None]) * r2[:, None], row, rows, H, D, ROWS, COLUMNS)
 
 
+@triton.jit
+def _slope_back(l, do_tile, k_tile, v_tile, acc, scale_in, act_id, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+    _value, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
+    return tl.dot((dp * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["batch", "total_rows"])
 def norm_gdpa_bwd_dl_kernel(
-    q, k, v, do, mean, rstd, dl, sums, q_offsets, k_offsets, act_ids, batch, total_rows, scale_in, gain,
+    q, k, v, do, mean, rstd, dl, q_offsets, k_offsets, act_ids, batch, total_rows, scale_in, gain,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
     stride_vn: tl.constexpr, stride_vh: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+    RESIDENT: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dl of BLOCK_M rows of one head, and the row sums of dl and of dl · l [2, H, total_rows]."""
+    """dl of SPAN rows of one head, BLOCK_M at a time. RESIDENT: all keys are in so many tiles, which stay on the chip; 0: they do not."""
     pid = tl.program_id(0).to(tl.int64)
     h = pid % H
-    sample, start, rows, _position = locate(q_offsets, pid // H, batch, total_rows, BLOCK_M)
+    sample, start, rows, _position = locate(q_offsets, pid // H, batch, total_rows, SPAN)
     if (rows > 0) & (sample < batch):
-        i = tl.arange(0, BLOCK_M)
         begin = tl.load(k_offsets + sample).to(tl.int64)
         keys = (tl.load(k_offsets + sample + 1).to(tl.int64) - begin).to(tl.int32)
+        q += start * stride_qn + h * stride_qh
         k += begin * stride_kn + h * stride_kh
         v += begin * stride_vn + h * stride_vh
+        do += start * (H * D) + h * D
+        dl += start * (H * D) + h * D
+        mean += start
+        rstd += start
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + h)
-        x = load_head(q + start * stride_qn + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
-        do_tile = load_head(do + start * (H * D) + h * D, H * D, rows, BLOCK_M, D, DP)
-        mu = tl.load(mean + start + i, mask=i < rows, other=0.0)
-        r = tl.load(rstd + start + i, mask=i < rows, other=0.0)
-        l = normed(x, mu, r, D, DP)
-        acc = tl.zeros([BLOCK_M, DP], tl.float32)
-        for n in tl.range(0, keys, BLOCK_N):
-            at = tl.cast(n, tl.int64)
-            k_tile = load_head(k + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
-            v_tile = load_head(v + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
-            s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            _value, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
-            acc = tl.dot((dp * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
-        acc = acc * (gain * scale_in) + do_tile.to(tl.float32)
-        at = h * total_rows + start + i
-        tl.store(sums + at, tl.sum(acc, 1), mask=i < rows)
-        tl.store(sums + tl.cast(total_rows, tl.int64) * H + at, tl.sum(acc * l.to(tl.float32), 1), mask=i < rows)
-        store_head(dl + start * (H * D) + h * D, acc, H * D, rows, BLOCK_M, D, DP)
+        k_tiles = ()
+        v_tiles = ()
+        for t in tl.static_range(RESIDENT):
+            k_tiles = k_tiles + (load_head(k + t * BLOCK_N * stride_kn, stride_kn, keys - t * BLOCK_N, BLOCK_N, D, DP),)
+            v_tiles = v_tiles + (load_head(v + t * BLOCK_N * stride_vn, stride_vn, keys - t * BLOCK_N, BLOCK_N, D, DP),)
+        for m in tl.range(0, rows, BLOCK_M):
+            i = m + tl.arange(0, BLOCK_M)
+            row = tl.cast(m, tl.int64)
+            x = load_head(q + row * stride_qn, stride_qn, rows - m, BLOCK_M, D, DP)
+            do_tile = load_head(do + row * (H * D), H * D, rows - m, BLOCK_M, D, DP)
+            l = normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), D, DP)
+            acc = tl.zeros([BLOCK_M, DP], tl.float32)
+            for t in tl.static_range(RESIDENT):
+                acc = _slope_back(l, do_tile, k_tiles[t], v_tiles[t], acc, scale_in, act_id, ACT, ACT_SET, FAST, PRECISION)
+            if RESIDENT == 0:
+                for n in tl.range(0, keys, BLOCK_N):
+                    at = tl.cast(n, tl.int64)
+                    k_tile = load_head(k + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
+                    v_tile = load_head(v + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
+                    acc = _slope_back(l, do_tile, k_tile, v_tile, acc, scale_in, act_id, ACT, ACT_SET, FAST, PRECISION)
+            # A load of its own (the policy keeps the compiler from joining it with the first one): a pipelined tile that registers read
+            # beside a product would be overwritten while the product reads it.
+            d = tl.arange(0, DP)
+            at = do + row * (H * D) + (tl.arange(0, BLOCK_M)[:, None] * (H * D) + d[None, :])
+            again = tl.load(at, mask=(i < rows)[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
+            acc = acc * (gain * scale_in) + again.to(tl.float32)
+            store_head(dl + row * (H * D), acc, H * D, rows - m, BLOCK_M, D, DP)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
 def norm_gdpa_bwd_dq_kernel(
-    q, dout, mean, rstd, sums, dq, q_offsets, batch, rows,
+    q, dout, mean, rstd, dq, q_offsets, batch, rows,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_gn: tl.constexpr, stride_gh: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS rows from dl, which ``dq`` holds."""
     row = tl.program_id(0).to(tl.int64) * ROWS
@@ -88,12 +111,13 @@ def norm_gdpa_bwd_dq_kernel(
     end = tl.load(q_offsets + batch).to(tl.int64)
     mu = tl.load(mean + i, mask=i < rows, other=0.0)
     r = tl.load(rstd + i, mask=i < rows, other=0.0)
-    d_mean = over_heads(sums, row, rows, H, HEADS, ROWS) / (H * D)
-    dl_mean = over_heads(sums + tl.cast(rows, tl.int64) * H, row, rows, H, HEADS, ROWS) / (H * D)
     l = (load_rows(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS) - mu[:, None]) * r[:, None]
-    d = load_rows(dq, H * D, D, row, end, H, D, ROWS, COLUMNS) - d_mean[:, None] - l * dl_mean[:, None]
+    dl = load_rows(dq, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    if H * D != COLUMNS:
+        l = tl.where((tl.arange(0, COLUMNS) < H * D)[None, :], l, 0.0)
+    d = dl - (tl.sum(dl, 1) / (H * D))[:, None] - l * (tl.sum(dl * l, 1) / (H * D))[:, None]
     g = load_rows(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
-    store_rows(dq, tl.where((i < end)[:, None], d * r[:, None], 0.0) + g, row, rows, H, D, ROWS, COLUMNS)
+    store_rows(dq, d * r[:, None] + g, row, rows, H, D, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["batch", "total_keys"])

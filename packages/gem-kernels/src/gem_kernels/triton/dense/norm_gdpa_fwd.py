@@ -4,12 +4,14 @@ Both norms run over H·D, a product over one head only: a program that owned who
 had to take turns. So there are three passes, each bound by what it has to move, and l is never in memory:
 
     rows     mean and rstd of q                                              reads q
-    heads    o = act(l kᵀ) v + l, l = (q − mean) · rstd made in registers    reads q, k, v    writes o (into out), Σo² of the head
+    heads    o = act(l kᵀ) v + l, l = (q − mean) · rstd made in registers    reads q, k, v    writes o, into out
     rows     out = o · out_rstd + q                                          reads o, q       writes out, in place
 
 Slots of rows are found as in block_attention (`gem_kernels.triton.block.kernels`). Key rows beyond a sample are loaded as zeros; masked
 scores are 0 before the activation and act(0) = 0. Rows past the last offset get zeros from the passes over rows; the others skip them.
 """
+
+# ruff: noqa: RUF005 - the compiler knows no unpacking of tuples
 
 from __future__ import annotations
 
@@ -66,15 +68,6 @@ def store_rows(pointer, tile, row, rows, H: tl.constexpr, D: tl.constexpr, ROWS:
     tl.store(pointer + i[:, None] * (H * D) + c[None, :], tile.to(pointer.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def over_heads(partial, row, rows, H: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Sum over the heads of ``partial [H, rows]``, of ROWS rows; HEADS is H rounded up."""
-    i = row + tl.arange(0, ROWS)
-    h = tl.arange(0, HEADS)
-    mask = (h < H)[:, None] & (i < rows)[None, :]
-    return tl.sum(tl.load(partial + h.to(tl.int64)[:, None] * rows + i[None, :], mask=mask, other=0.0), 0)
-
-
 @triton.jit(do_not_specialize=["batch", "rows"])
 def norm_gdpa_stats_kernel(
     q, mean, rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
@@ -91,48 +84,64 @@ def norm_gdpa_stats_kernel(
     tl.store(rstd + i, tl.where(i < end, tl.rsqrt(tl.sum(away * away, 1) / (H * D) + eps), 0.0), mask=i < rows)
 
 
+@triton.jit
+def _attend(l, k_tile, v_tile, acc, scale_in, act_id, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
+    p = activate(s, act_id, ACT, ACT_SET, FAST)
+    return tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["batch", "total_rows"])
 def norm_gdpa_fwd_kernel(
-    q, k, v, o, mean, rstd, squares, q_offsets, k_offsets, act_ids, batch, total_rows, scale_in, gain,
+    q, k, v, o, mean, rstd, q_offsets, k_offsets, act_ids, batch, total_rows, scale_in, gain,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
     stride_vn: tl.constexpr, stride_vh: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+    RESIDENT: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o of BLOCK_M rows of one head, and the row sums of its squares [H, total_rows]."""
+    """o of SPAN rows of one head, BLOCK_M at a time. RESIDENT: all keys are in so many tiles, which stay on the chip; 0: they do not."""
     pid = tl.program_id(0).to(tl.int64)
     h = pid % H
-    sample, start, rows, _position = locate(q_offsets, pid // H, batch, total_rows, BLOCK_M)
+    sample, start, rows, _position = locate(q_offsets, pid // H, batch, total_rows, SPAN)
     if (rows > 0) & (sample < batch):
-        i = tl.arange(0, BLOCK_M)
         begin = tl.load(k_offsets + sample).to(tl.int64)
         keys = (tl.load(k_offsets + sample + 1).to(tl.int64) - begin).to(tl.int32)
+        q += start * stride_qn + h * stride_qh
         k += begin * stride_kn + h * stride_kh
         v += begin * stride_vn + h * stride_vh
+        o += start * (H * D) + h * D
+        mean += start
+        rstd += start
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + h)
-        x = load_head(q + start * stride_qn + h * stride_qh, stride_qn, rows, BLOCK_M, D, DP)
-        mu = tl.load(mean + start + i, mask=i < rows, other=0.0)
-        r = tl.load(rstd + start + i, mask=i < rows, other=0.0)
-        l = normed(x, mu, r, D, DP)
-        acc = tl.zeros([BLOCK_M, DP], tl.float32)
-        for n in tl.range(0, keys, BLOCK_N):
-            at = tl.cast(n, tl.int64)
-            k_tile = load_head(k + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
-            v_tile = load_head(v + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
-            s = tl.dot(l, tl.trans(k_tile), input_precision=PRECISION) * scale_in
-            p = activate(s, act_id, ACT, ACT_SET, FAST)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-        acc = acc * gain + l.to(tl.float32)
-        tl.store(squares + h * total_rows + start + i, tl.sum(acc * acc, 1), mask=i < rows)
-        store_head(o + start * (H * D) + h * D, acc, H * D, rows, BLOCK_M, D, DP)
+        k_tiles = ()
+        v_tiles = ()
+        for t in tl.static_range(RESIDENT):
+            k_tiles = k_tiles + (load_head(k + t * BLOCK_N * stride_kn, stride_kn, keys - t * BLOCK_N, BLOCK_N, D, DP),)
+            v_tiles = v_tiles + (load_head(v + t * BLOCK_N * stride_vn, stride_vn, keys - t * BLOCK_N, BLOCK_N, D, DP),)
+        for m in tl.range(0, rows, BLOCK_M):
+            i = m + tl.arange(0, BLOCK_M)
+            x = load_head(q + tl.cast(m, tl.int64) * stride_qn, stride_qn, rows - m, BLOCK_M, D, DP)
+            l = normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), D, DP)
+            acc = tl.zeros([BLOCK_M, DP], tl.float32)
+            for t in tl.static_range(RESIDENT):
+                acc = _attend(l, k_tiles[t], v_tiles[t], acc, scale_in, act_id, ACT, ACT_SET, FAST, PRECISION)
+            if RESIDENT == 0:
+                for n in tl.range(0, keys, BLOCK_N):
+                    at = tl.cast(n, tl.int64)
+                    k_tile = load_head(k + at * stride_kn, stride_kn, keys - n, BLOCK_N, D, DP)
+                    v_tile = load_head(v + at * stride_vn, stride_vn, keys - n, BLOCK_N, D, DP)
+                    acc = _attend(l, k_tile, v_tile, acc, scale_in, act_id, ACT, ACT_SET, FAST, PRECISION)
+            acc = acc * gain + l.to(tl.float32)
+            store_head(o + tl.cast(m, tl.int64) * (H * D), acc, H * D, rows - m, BLOCK_M, D, DP)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
 def norm_gdpa_out_kernel(
-    q, out, squares, out_rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    q, out, out_rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out = o · out_rstd + q of ROWS rows, o being what ``out`` holds."""
     row = tl.program_id(0).to(tl.int64) * ROWS
@@ -140,6 +149,6 @@ def norm_gdpa_out_kernel(
     end = tl.load(q_offsets + batch).to(tl.int64)
     x = load_rows(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
     o = load_rows(out, H * D, D, row, end, H, D, ROWS, COLUMNS)
-    r2 = tl.where(i < end, tl.rsqrt(over_heads(squares, row, rows, H, HEADS, ROWS) / (H * D) + eps), 0.0)
+    r2 = tl.where(i < end, tl.rsqrt(tl.sum(o * o, 1) / (H * D) + eps), 0.0)
     tl.store(out_rstd + i, r2, mask=i < rows)
     store_rows(out, o * r2[:, None] + x, row, rows, H, D, ROWS, COLUMNS)

@@ -28,13 +28,13 @@ from gem_kernels.triton.dense.support import (
     weight_grad,
 )
 
-COMPOSITE = True
 Saved = tuple[Tensor | None, ...]
 
 
 def supports(problem: Problem) -> Supported:
-    """Any width: a program never holds whole rows."""
-    return common_support(problem, ("x", "w"))
+    """Rows of x of up to 16,384 elements, because the norm's backward pass holds whole ones."""
+    answer = plain.supports_width(problem.dim("K"))
+    return common_support(problem, ("x", "w")) if answer else answer
 
 
 def facts(problem: Problem) -> tuple[tuple[str, Any], ...]:
@@ -104,26 +104,26 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
 
 
 def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Saved:
-    """Workspace: 4·N·K bytes for every split of the rows in dw (about two a multiprocessor in all)."""
+    """Two matrix products, which are best left to the vendor's library, and between them one pass for the norm's gradient.
+
+    Workspace: the gradient of x̂, and x̂, each as large as x.
+    """
     x, w, b, norm_weight, norm_bias, mean, rstd = saved
     dy, dtotal = (rows_contiguous(t) for t in dout)
     inputs = (x, w, b, norm_weight, norm_bias)
     if dy is None:
         return cast(needs, inputs, (dtotal.clone(), *(None if t is None else torch.zeros_like(t) for t in inputs[1:])))
     x = rows_contiguous(x)
-    folded = fold(w, norm_weight)
-    want_dw = needs[1] or needs[3]
-    if COMPOSITE and x.dtype in HALF and power_of_two(x.shape[1]) <= plain.WIDEST and needs[0]:
-        xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dw else None
-        layer = problem.option("kind") == "layer"
-        dx = plain.norm_grads(x, None, dy @ folded, dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
-        dw = None if xhat is None else weight_grad(dy, xhat)
-    else:
-        dx = _dx(problem, x, folded, dy, dtotal, mean, rstd) if needs[0] else None
-        dw = _products(problem, x, dy, mean, rstd) if want_dw else None
+    layer = problem.option("kind") == "layer"
+    dx = dw = dnorm_weight = dnorm_bias = None
+    xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[1] or needs[3] else None
+    if needs[0]:
+        dx = plain.norm_grads(x, None, dy @ fold(w, norm_weight), dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
+    elif xhat is not None:
+        xhat = plain.forward(problem, x, None, None, None)[0][0]
     db = column_sum(dy) if needs[2] or (norm_bias is not None and (needs[1] or needs[4])) else None
-    dnorm_weight = dnorm_bias = None
-    if dw is not None:
+    if xhat is not None:
+        dw = weight_grad(dy, xhat)
         if norm_weight is not None:
             dnorm_weight = (dw * w.float()).sum(0)
             dw = dw * norm_weight.float()
@@ -143,80 +143,3 @@ def programs_at_once(config: Config, info: DeviceInfo) -> int:
     """Persistent programs: two an SM for small ones."""
     small = config["BLOCK_M"] * config["BLOCK_N"] <= 128 * 128 and config["num_warps"] * config["num_stages"] <= 16
     return info.sms * (2 if small else 1)
-
-
-def _dx(problem: Problem, x: Tensor, folded: Tensor, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    rows, k = x.shape
-    n = folded.shape[0]
-    dx = torch.empty((rows, k), dtype=x.dtype, device=x.device)
-    info = device_info(x.device)
-    tma = descriptors_possible(info, dy, folded)
-
-    def run(config: Config) -> None:
-        from gem_kernels.triton.dense.norm_linear_kernels import norm_linear_bwd_dx_kernel
-
-        m, c, r = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-        programs = min(-(-rows // m), programs_at_once(config, info))
-        launch(
-            norm_linear_bwd_dx_kernel, (programs,), x.device,
-            source(dy, m, r, tma), source(folded, r, c, tma), x, dtotal, dx, mean, rstd, stride(dy), stride(x), stride(dtotal), rows,
-            K=k, N=n, LAYER=problem.option("kind") == "layer", DTOTAL=dtotal is not None, TMA=tma, NVIDIA=info.nvidia,
-            PRECISION=precision(x.dtype, info), **config,
-        )  # fmt: skip
-
-    if rows:
-        pieces = (32, 64) if problem.option("kind") == "layer" else (64, 32)
-        run(
-            choose(
-                "norm_linear.dx",
-                facts(problem),
-                info,
-                lambda: unique([{**c, "PIECE": min(p, c["BLOCK_N"])} for p in pieces for c in candidates(k, n, x.dtype, info)]),
-                run,
-            )
-        )
-    return dx
-
-
-def _products(problem: Problem, x: Tensor, dy: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    """dyᵀ x̂ [N, K] in fp32."""
-    rows, k = x.shape
-    n = dy.shape[1]
-    info = device_info(x.device)
-    tma = descriptors_possible(info, x, dy)
-    found: list[Tensor] = []
-
-    def run(config: Config) -> None:
-        from gem_kernels.triton.dense.norm_linear_kernels import norm_linear_bwd_dw_kernel
-
-        m, c, r = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-        tiles = -(-n // c) * -(-k // r)
-        splits = max(1, min(programs_at_once({**config, "BLOCK_M": r}, info) // tiles, -(-rows // (4 * m))))
-        span = -(-rows // (splits * m)) * m
-        partial = torch.empty((splits, n, k), dtype=torch.float32, device=x.device)
-        launch(
-            norm_linear_bwd_dw_kernel, (tiles, splits), x.device,
-            source(x, m, r, tma), source(dy, m, c, tma), mean, rstd, partial, stride(x), stride(dy), rows, span,
-            K=k, N=n, LAYER=problem.option("kind") == "layer", TMA=tma, PRECISION=precision(x.dtype, info), **config,
-        )  # fmt: skip
-        found[:] = [partial]
-
-    if not rows:
-        return torch.zeros((n, k), dtype=torch.float32, device=x.device)
-    run(choose("norm_linear.dw", facts(problem), info, lambda: _dw_candidates(n, k, x.dtype, info), run))
-    return found[0].sum(0)
-
-
-def _dw_candidates(n: int, k: int, dtype: torch.dtype, info: DeviceInfo) -> list[Config]:
-    if dtype not in HALF:
-        shapes = [(32, 64, 64, 4, 2)]
-    elif info.key == "sm_80" or not info.nvidia:
-        shapes = [(32, 128, 128, 8, 3), (64, 128, 64, 4, 2)]
-    else:
-        shapes = [(64, 128, 256, 8, 3), (64, 256, 128, 8, 3), (64, 128, 128, 8, 3), (64, 128, 128, 8, 2), (128, 128, 128, 8, 2)]
-    return unique(
-        [
-            {"BLOCK_M": m, "BLOCK_N": min(c, power_of_two(n)), "BLOCK_K": min(r, power_of_two(k)), "num_warps": warps, "num_stages": stages}
-            for m, c, r, warps, stages in shapes
-        ]
-    )

@@ -30,23 +30,23 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
         moved = w.float() @ norm_bias.float()
         shift = moved if shift is None else shift + moved
     if rows:
-        given, folded = _addressable(rows_contiguous(x)), _addressable(fold(w, norm_weight))
+        given, folded = addressable(rows_contiguous(x)), addressable(fold(w, norm_weight))
         tiles = -(-rows // 128) * -(-n // BLOCK_N)
         launch(
             hopper_norm_linear_fwd_kernel, (min(device_info(x.device).sms, tiles),), x.device,
-            _box(given, 128, BLOCK_K), _box(folded, BLOCK_N, BLOCK_K), _box(y, 64, BLOCK_N), rstd, shift, rows, problem.option("eps"),
+            box(given, 128, BLOCK_K), box(folded, BLOCK_N, BLOCK_K), box(y, 64, BLOCK_N), rstd, shift, rows, problem.option("eps"),
             N=n, K=k, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=4, maxnreg=168,
         )  # fmt: skip
     mean = torch.empty(0, dtype=torch.float32, device=x.device)
     return (y, None), (x, w, b, norm_weight, norm_bias, mean, rstd)
 
 
-def _addressable(t: Tensor) -> Tensor:
+def addressable(t: Tensor) -> Tensor:
     """A base or a row step that is no multiple of 16 bytes is copied."""
     return t if t.data_ptr() % 16 == 0 and t.stride(0) * 2 % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def _box(t: Tensor, rows: int, columns: int) -> Any:
+def box(t: Tensor, rows: int, columns: int) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -112,6 +112,36 @@ def _norm_linear_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[
     return run(problem, saved, dout, needs)
 
 
+def mlp_supports(problem: Problem) -> Supported:
+    """Half precision; widths of 64, 128, 192 or 256, a hidden layer in steps of 128."""
+    answer = _on_hopper(problem)
+    if not answer:
+        return answer
+    from gem_kernels.triton.dense import mlp
+
+    answer = mlp.supports(problem)
+    if not answer:
+        return answer
+    if problem.dtype("x") == torch.float32:
+        return no("multiplies bf16 or fp16")
+    sizes = problem.dim("in"), problem.dim("out"), problem.dim("hidden")
+    if sizes[0] % 64 or sizes[1] % 64 or max(sizes[:2]) > 256 or sizes[2] % 128 or sizes[2] > 8192:
+        return no(f"in and out in steps of 64 up to 256, hidden in steps of 128 up to 8192; they are {sizes}")
+    return _dialect()
+
+
+def _mlp_forward(problem: Problem, *tensors: Tensor | None) -> Any:
+    from gem_kernels.triton.hopper.mlp import forward as run
+
+    return run(problem, *tensors)
+
+
+def _mlp_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.hopper.mlp import backward as run
+
+    return run(problem, saved, dout, needs)
+
+
 def specs() -> list[KernelSpec]:
     """``hopper`` of the three ops, and ``hopper-only`` of the two attention ops."""
     found = [KernelSpec(op, "hopper", forward, backward, supports, PRIORITY) for op in ("jagged_attention", "gdpa")]
@@ -119,4 +149,5 @@ def specs() -> list[KernelSpec]:
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, supports, _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, PRIORITY))
+    found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, PRIORITY))
     return found

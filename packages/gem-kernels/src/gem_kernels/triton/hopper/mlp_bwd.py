@@ -1,0 +1,157 @@
+"""The hidden layer of `mlp` once more, for its backward pass on Hopper: act(z) and dz from x and dy.
+
+A program keeps BLOCK_H rows of w1 and columns of w2 in shared memory and walks over blocks of 128 rows, whose x and dy a producer streams
+in chunks of 64 columns. Two warpgroups own 64 rows each; the products of one run while the other applies the activation:
+
+    x chunks ─► z = x w1ᵀ      ┐
+    dy chunks ─► da = dy w2     ├─► hidden = act(z), dhidden = da · act'(z), by TMA; column sums of dhidden stay in registers to the end
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from gem_kernels.triton.attention.activations import activate_with_slope
+from gem_kernels.triton.hopper.common import make_barriers
+
+
+@gluon.jit
+def _producer(
+    x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
+    KX: gl.constexpr, KD: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    h = gl.program_id(0) % slices * BLOCK_H
+    mbarrier.expect(w_full.index(0), 128 * BLOCK_H * (KX + KD))
+    for c in gl.static_range(KX):
+        tma.async_copy_global_to_shared(w1, [h, c * 64], w_full.index(0), w1_slots.index(c))
+    for c in gl.static_range(KD):
+        tma.async_copy_global_to_shared(w2, [c * 64, h], w_full.index(0), w2_slots.index(c))
+    step = 0
+    for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
+        for part in range(KX):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * 128 * 64)
+            tma.async_copy_global_to_shared(x, [tile * 128, part * 64], full.index(stage), slots.index(stage))
+            step += 1
+        for part in range(KD):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * 128 * 64)
+            tma.async_copy_global_to_shared(dy, [tile * 128, part * 64], full.index(stage), slots.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _consumer(
+    hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer, w_full, full, empty,
+    rows, gain,
+    WHO: gl.constexpr, HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_H, 16])
+    across: gl.constexpr = gl.SliceLayout(0, layout)
+    down: gl.constexpr = gl.SliceLayout(1, layout)
+    columns: gl.constexpr = gl.BlockedLayout([64, BLOCK_H // 128], [1, 32], [1, 4], [1, 0])
+    dtype: gl.constexpr = slots.dtype
+    h = gl.program_id(0) % slices * BLOCK_H
+    j = h + gl.arange(0, BLOCK_H, layout=across)
+    sums = gl.full([BLOCK_H], 0.0, gl.float32, gl.SliceLayout(0, columns))
+    mbarrier.wait(w_full.index(0), 0)
+    step = 0
+    for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
+        m = tile * 128 + WHO * 64
+        z = gl.full([64, BLOCK_H], 0.0, gl.float32, layout)
+        for c in range(KX):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            z = warpgroup_mma(slots.index(stage).slice(WHO * 64, 64), w1_slots.index(c).permute((1, 0)), z, use_acc=c > 0, is_async=True)
+            z = warpgroup_mma_wait(1, deps=(z,))
+            if c > 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+            step += 1
+        z = warpgroup_mma_wait(0, deps=(z,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        da = gl.full([64, BLOCK_H], 0.0, gl.float32, layout)
+        for c in range(KD):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            da = warpgroup_mma(slots.index(stage).slice(WHO * 64, 64), w2_slots.index(c), da, use_acc=c > 0, is_async=True)
+            da = warpgroup_mma_wait(1, deps=(da,))
+            if c > 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+            step += 1
+        da = warpgroup_mma_wait(0, deps=(da,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        i = m + gl.arange(0, 64, layout=down)
+        if LAYER:
+            z = z - gl.load(mean + i, i < rows, 0.0)[:, None] * gl.load(column_sum + j)[None, :]
+        if NORM:
+            z = z * gl.load(rstd + i, i < rows, 0.0)[:, None]
+        if b1 is not None:
+            z = z + gl.load(b1 + j).to(gl.float32)[None, :]
+        a, slope = activate_with_slope(z, 0, ACT, 0, FAST)
+        dz = da * (slope * gain)
+        a16 = (a * gain).to(dtype)
+        dz16 = dz.to(dtype)
+        tma.store_wait(0)
+        first = out_buffer.index(WHO * BUFFERS)
+        first.store(a16)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(hidden, [m, h], first)
+        if BUFFERS == 1:
+            tma.store_wait(0)
+        second = out_buffer.index(WHO * BUFFERS + BUFFERS - 1)
+        second.store(dz16)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dhidden, [m, h], second)
+        if db1 is not None:
+            sums += gl.sum(second.load(columns).to(gl.float32), 0)
+    if db1 is not None:
+        column = h + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, columns))
+        gl.store(db1 + (gl.program_id(0) // slices * 2 + WHO) * HIDDEN + column, sums)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["rows", "slices"])
+def hopper_mlp_bwd_kernel(
+    x, dy, w1, w2, hidden, dhidden, b1, column_sum, mean, rstd, db1, rows, slices, gain,
+    HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """hidden, dhidden [rows, HIDDEN]; db1 [2 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns."""
+    row_tiles = (rows + 127) // 128
+    dtype: gl.constexpr = x.dtype
+    chunk: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], dtype)
+    up: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, 64], dtype)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype)
+    w1_slots = gl.allocate_shared_memory(dtype, [KX, BLOCK_H, 64], up)
+    w2_slots = gl.allocate_shared_memory(dtype, [KD, 64, BLOCK_H], wide)
+    slots = gl.allocate_shared_memory(dtype, [STAGES, 128, 64], chunk)
+    out_buffer = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 64, BLOCK_H], wide)
+    w_full = make_barriers(1, 1)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
+                    w_full, full, empty, rows, gain, 0, HIDDEN, KX, KD, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
+                    w_full, full, empty, rows, gain, 1, HIDDEN, KX, KD, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
+                ),
+            ),
+            (_producer, (x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty, KX, KD, BLOCK_H, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

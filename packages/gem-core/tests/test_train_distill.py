@@ -127,6 +127,16 @@ def test_the_losses_are_those_of_the_formulas():
     assert (5 * y > 1).any()
 
 
+def test_a_masked_label_is_taught_too():
+    batch = batch_of()
+    model = model_with({"teacher": {"cvr": TEACHER["cvr"]}, "adapter": False})
+    seen = {}
+    model.distillation.heads.register_forward_hook(lambda module, inputs, output: seen.update(z=output))
+    loss = model(batch).aux_losses["distill"]
+    assert not batch.label_mask[:, 1].all()
+    torch.testing.assert_close(loss, F.binary_cross_entropy_with_logits(seen["z"].squeeze(1), batch.columns[TEACHER["cvr"]].float()))
+
+
 def test_evaluation_knows_nothing_of_the_teacher():
     batch = batch_of()
     model = model_with({"teacher": TEACHER}).eval()

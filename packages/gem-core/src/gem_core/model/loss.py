@@ -14,6 +14,15 @@ from gem_core.model.contract import ModelOutput
 from gem_core.model.rows import samples_of
 
 
+def sample_weights(batch: Batch) -> Tensor:
+    """``[B, T]`` fp32: the weight of each sample for each label, whether that counts or not."""
+    assert batch.labels is not None
+    weights = torch.ones_like(batch.labels, dtype=torch.float32)
+    if batch.weights is not None:
+        weights = weights * (batch.weights if batch.weights.dim() == 2 else batch.weights.unsqueeze(1))
+    return weights
+
+
 def label_weights(batch: Batch) -> Tensor:
     """``[B, T]`` fp32: the weight of each label, 0 where the mask excludes it. Sum over samples and ranks it to normalise the loss.
 
@@ -21,9 +30,7 @@ def label_weights(batch: Batch) -> Tensor:
     """
     if batch.labels is None:
         raise BatchError("the batch has no labels", where="features.labels", fix="declare them, and let the source deliver them")
-    weights = torch.ones_like(batch.labels, dtype=torch.float32)
-    if batch.weights is not None:
-        weights = weights * (batch.weights if batch.weights.dim() == 2 else batch.weights.unsqueeze(1))
+    weights = sample_weights(batch)
     if batch.label_mask is not None:
         weights = weights * batch.label_mask
     return weights

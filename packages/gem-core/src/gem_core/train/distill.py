@@ -7,7 +7,9 @@ label of a sample::
     head:     z = MLP(scale(trunk, beta)),  w · BCE(z₁, clip(alpha · y, 0, 1))  +  w · BCE(z₂, stop(a))
     adapter:  a = sigmoid(logit(y) + MLP(logit(y) of all tasks)),  BCE(a, l)
 
-The adapter corrects a teacher that was trained on other or older data to the fresh labels; it starts as the identity. What reaches what:
+The auxiliary head learns from every sample, a masked label's too: the teacher predicts a conversion also where nobody clicked. The adapter
+corrects a teacher that was trained on other or older data to the fresh labels that there are; it starts as the identity. What reaches
+what:
 
 - the serving heads learn from labels alone, and labels reach the auxiliary head only through the adapter's output;
 - the auxiliary head's gradient reaches the trunk times ``beta`` (0: not at all), and never the serving heads or the adapter;
@@ -30,7 +32,7 @@ from gem_core.errors import ConfigError, DataError
 from gem_core.model.base import RankingModel
 from gem_core.model.heads import TaskHeads
 from gem_core.model.layers import Mlp
-from gem_core.model.loss import batch_total, label_weights
+from gem_core.model.loss import batch_total, label_weights, sample_weights
 from gem_core.sources.contract import Source
 
 LOSS = "distill"
@@ -79,17 +81,18 @@ class Distillation(nn.Module):
         trunk, self._trunk = self._trunk, None
         assert trunk is not None
         c, total = self.config, torch.as_tensor(batch_total(batch), dtype=torch.float32, device=trunk.device)
-        weights = label_weights(batch)[:, self.places]
+        weights, labelled = sample_weights(batch)[:, self.places], label_weights(batch)[:, self.places]
         teacher = torch.stack([batch.columns[name] for name in self.columns], 1).float()
         z = self.heads(_Scaled.apply(trunk.flatten(1).float(), c.beta)).view(batch.size, len(self.tasks), -1)
-        losses = c.weight * _bce(z[:, :, 0], (c.alpha * teacher).clamp(0, 1))
+        loss = (c.weight * _bce(z[:, :, 0], (c.alpha * teacher).clamp(0, 1)) * weights).sum()
         if self.adapter is not None:
             logits = torch.logit(teacher, eps=1e-6)
             adapted = logits + self.adapter(logits)
             assert batch.labels is not None
-            labels = torch.where(weights > 0, batch.labels[:, self.places].float(), 0.0)
-            losses = losses + _bce(adapted, labels) + c.weight * _bce(z[:, :, 1], torch.sigmoid(adapted.detach()))
-        return (losses * weights).sum() / total.clamp(min=torch.finfo(torch.float32).tiny)
+            labels = torch.where(labelled > 0, batch.labels[:, self.places].float(), 0.0)
+            second = c.weight * _bce(z[:, :, 1], torch.sigmoid(adapted.detach()))
+            loss = loss + (_bce(adapted, labels) * labelled).sum() + (second * weights).sum()
+        return loss / total.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _bce(logits: Tensor, target: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from gem_kernels.triton.hopper import spec
 PROBE = Path(__file__).with_name("hopper_compile_probe.py")
 JOBS = (
     "self-1024-s0.5:gdpa:forward", "causal-1024-s0.5:jagged_attention:forward", "self-1024-s0.5:jagged_attention:backward",
-    "window128-4096:gdpa:backward", "norm_linear",
+    "window128-4096:gdpa:backward", "cross-1024x128-s0.5:jagged_attention:backward", "norm_linear",
 )  # fmt: skip
 PROBLEM = Problem(
     "gdpa", "cuda", 90, (("q", torch.bfloat16), ("k", torch.bfloat16), ("v", torch.bfloat16)),
@@ -44,7 +44,7 @@ def compiled() -> list[dict]:
 def test_instructions(compiled: list[dict]) -> None:
     """Warpgroup products that are not serialised, bulk tensor copies in and out, registers moved to the consumers, no atomics."""
     assert {k["kernel"] for k in compiled} == {
-        "hopper_fwd_kernel", "hopper_bwd_dq_kernel", "hopper_bwd_dkdv_kernel", "hopper_norm_linear_fwd_kernel",
+        "hopper_fwd_kernel", "hopper_bwd_dq_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_kernel", "hopper_norm_linear_fwd_kernel",
     }  # fmt: skip
     for kernel in compiled:
         counts = kernel["counts"]
@@ -60,11 +60,11 @@ def test_instructions(compiled: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_resources(compiled: list[dict]) -> None:
-    """Everything fits on an SM; only the key side of the backward pass keeps some addresses (no tiles) on the stack."""
+    """Everything fits on an SM; what is on the stack are values about a tile, of which the backward pass has most (no tiles)."""
+    limits = {"hopper_bwd_dkdv_kernel": 320, "hopper_bwd_kernel": 160, "hopper_bwd_dq_kernel": 32}
     for kernel in compiled:
         assert kernel["shared"] <= 227 << 10, kernel
-        limit = 512 if kernel["kernel"] == "hopper_bwd_dkdv_kernel" else 0
-        assert kernel["spills"] <= limit, kernel
+        assert kernel["spills"] <= limits.get(kernel["kernel"], 0), kernel
 
 
 @pytest.mark.slow
@@ -90,7 +90,6 @@ def test_supported() -> None:
         ({"dims": (("H", 4), ("Hkv", 2), ("D", 96), ("Dv", 96))}, "96"),
         ({"dims": (("H", 4), ("Hkv", 2), ("D", 64), ("Dv", 128))}, "128"),
         ({"present": frozenset({"num_targets"})}, "candidates"),
-        ({"options": (("broadcast_q", True),)}, "shared q"),
         ({"dtypes": tuple((n, torch.float32) for n in "qkv")}, "bf16"),
     ],
 )

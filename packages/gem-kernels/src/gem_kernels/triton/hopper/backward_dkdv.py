@@ -34,7 +34,7 @@ from gem_kernels.triton.hopper.common import (
 def _producer(
     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, BROADCAST: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
@@ -55,7 +55,7 @@ def _producer(
                 stage = step % STAGES
                 mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(q_full.index(stage), 4 * 64 * D)
-                load_box(q, q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
+                load_box(q, 0 if BROADCAST else q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
                 load_box(dout, q_row, lq, x * 64, head * D, q_full.index(stage), do_slots.index(stage), 64, D)
                 step += 1
 
@@ -158,7 +158,8 @@ def hopper_bwd_dkdv_kernel(
     q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets, act_ids, batch, rows, k_rows, left, right,
     scale, ds_scale, dv_scale,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
+    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
     fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
@@ -201,7 +202,7 @@ def hopper_bwd_dkdv_kernel(
                     _producer,
                     (
                         q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
-                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, BROADCAST,
                     ),
                 ),
                 (
@@ -240,7 +241,7 @@ def hopper_bwd_dkdv_kernel(
                     _producer,
                     (
                         q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
-                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, BROADCAST,
                     ),
                 ),
             ],

@@ -3,7 +3,8 @@
     S = Q Kᵀ, dP = dO Vᵀ  ->  dS, in registers  ->  dQ += dS K          three products a tile
 
 For softmax the kernel also leaves delta = rowsum(O ∘ dO) in memory, which the key side reads; it therefore runs first. dQ leaves through
-the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one do not lie as a box of 64 rows wants them.
+the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one do not lie as a box of 64 rows wants them. With a shared Q
+(no q_offsets) a sample's dQ is written where its output rows are; the caller adds the samples up.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -26,7 +27,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 def _producer(
     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BROADCAST: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
@@ -39,7 +40,7 @@ def _producer(
         mbarrier.expect(q_full.index(slot), 4 * 128 * D)
         for half in gl.static_range(2):
             at = m0 + half * 64
-            load_box(q, row, lq, at, head * D, q_full.index(slot), q_slots.index(2 * slot + half), 64, D)
+            load_box(q, 0 if BROADCAST else row, lq, at, head * D, q_full.index(slot), q_slots.index(2 * slot + half), 64, D)
             load_box(dout, row, lq, at, head * D, q_full.index(slot), do_slots.index(2 * slot + half), 64, D)
         tile += 1
         for x in range(first, last):
@@ -157,7 +158,8 @@ def hopper_bwd_dq_kernel(
     FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+    if q_offsets is not None:
+        fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
     total = gl.load(tile_count) * H
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
@@ -194,7 +196,7 @@ def hopper_bwd_dq_kernel(
                 (
                     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, q_offsets is None,
                 ),
             ),
         ],

@@ -8,7 +8,8 @@ Rows outside a sample never reach a product: the descriptors are ragged (`gem_ke
 reads zeros there and leaves rows outside alone when it writes.
 
 The work list is ``table [tiles, 8]`` int32, one entry a tile: first row, rows of the sample on this side, first row and rows of it on the
-other side, first row within the sample. Entry and head of a program's n-th item are known ahead, so the next entry is read a tile early.
+other side, first row within the sample. With BROADCAST the rows of the query side are those of the output, dO, lse and delta, and every
+sample's Q begins at row 0. Entry and head of a program's n-th item are known ahead, so the next entry is read a tile early.
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ _BILLION = gl.constexpr(1 << 30)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["bound"])
-def tile_table_kernel(table, tiles, count, offsets, other_offsets, bound, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Spells out the entries of a tile list (``sample << 32 | block``): see the module's docstring."""
+@triton.jit
+def _rows_of(sample, live, offsets, length):
+    if offsets is None:
+        row = sample.to(tl.int32) * length
+        return row, row * 0 + length
+    else:
+        row = tl.load(offsets + sample, live, 0).to(tl.int32)
+        return row, tl.load(offsets + sample + 1, live, 0).to(tl.int32) - row
+
+
+@triton.jit(do_not_specialize=["bound", "length"])
+def tile_table_kernel(table, tiles, count, offsets, other_offsets, length, bound, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Spells out the entries of a tile list (``sample << 32 | block``): see the module's docstring. Without offsets a sample has ``length``
+    rows."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = item < tl.minimum(tl.load(count), bound)
     entry = tl.load(tiles + item, live, 0)
     sample = entry >> 32
     start = ((entry & 0xFFFFFFFF) * ROWS).to(tl.int32)
-    row = tl.load(offsets + sample, live, 0).to(tl.int32)
-    rows = tl.load(offsets + sample + 1, live, 0).to(tl.int32) - row
-    other = tl.load(other_offsets + sample, live, 0).to(tl.int32)
-    others = tl.load(other_offsets + sample + 1, live, 0).to(tl.int32) - other
+    row, rows = _rows_of(sample, live, offsets, length)
+    other, others = _rows_of(sample, live, other_offsets, length)
     to = table + item * 8
     tl.store(to, row, live)
     tl.store(to + 1, rows, live)

@@ -30,7 +30,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 def _producer(
     q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BROADCAST: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
@@ -41,7 +41,7 @@ def _producer(
         slot = tile % 2
         mbarrier.wait(q_empty.index(slot), (tile // 2 & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 2 * 128 * D)
-        load_box(q, row, lq, m0, head * D, q_full.index(slot), q_slots.index(slot), 128, D)
+        load_box(q, 0 if BROADCAST else row, lq, m0, head * D, q_full.index(slot), q_slots.index(slot), 128, D)
         tile += 1
         for x in range(last - first):
             n0 = (last - 1 - x) * BLOCK_N
@@ -181,11 +181,12 @@ def hopper_fwd_kernel(
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    used = gl.load(q_offsets + batch).to(gl.int64)
-    fill_flat(out, used * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
-    if SOFTMAX:
-        for head in range(H):
-            fill_flat(lse + head * rows.to(gl.int64), used, rows.to(gl.int64), float("-inf"), num_warps)
+    if q_offsets is not None:
+        used = gl.load(q_offsets + batch).to(gl.int64)
+        fill_flat(out, used * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+        if SOFTMAX:
+            for head in range(H):
+                fill_flat(lse + head * rows.to(gl.int64), used, rows.to(gl.int64), float("-inf"), num_warps)
     total = gl.load(tile_count) * H
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
@@ -219,7 +220,7 @@ def hopper_fwd_kernel(
                 _producer,
                 (
                     q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, q_offsets is None,
                 ),
             ),
         ],

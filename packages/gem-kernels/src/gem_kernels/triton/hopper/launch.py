@@ -6,6 +6,7 @@ tile), STAGES (slots of the streamed side), HELD (slots of the held side).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from gem_kernels.triton.attention.inputs import Inputs, choose_and_run, dense_co
 from gem_kernels.triton.attention.plan import Plan, plan
 from gem_kernels.triton.attention.schedule import TileList
 from gem_kernels.triton.attention.tiles import _ENDLESS, _MAX_TMA_ROWS, tma_fits
-from gem_kernels.triton.common.configs import Config
+from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo
 from gem_kernels.triton.common.launch import launch
 
@@ -30,7 +31,7 @@ _DELTA_ROWS = 32
 def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
     """Output ``[rows, H, D]`` and, for softmax, lse ``[H, rows]`` (else None)."""
     p = plan(problem)
-    x = _inputs(p, tensors)
+    x = Inputs(p, tensors)
     if _nothing(x):
         return launch_forward.forward(problem, tensors)
     out = torch.empty(x.out_rows, p.heads, p.dv, dtype=x.q.dtype, device=x.device)
@@ -38,34 +39,42 @@ def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple
 
     def run(config: Config) -> None:
         if config["GLUON"]:
+            _by_box(x)
             _forward(x, out, lse, config)
         else:
             launch_forward.fill(x, out, lse)
 
-    choose_and_run(x, "hopper.forward", lambda *a: candidates(*a, gluon_only), run)
+    _choose_pass(x, "hopper.forward", gluon_only, run)
     return out, lse
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...], gluon_only: bool = False) -> Saved:
     """Gradients of q, k, v; None for what is not needed and for the contract's other tensors."""
     p = plan(problem)
-    x = _inputs(p, saved[:18])
+    x = Inputs(p, saved[:18])
     if _nothing(x):
         return launch_backward.backward(problem, saved, dout, needs)
     found: list[Saved] = []
 
     def run(config: Config) -> None:
         if config["GLUON"]:
+            _by_box(x)
             found[:] = [_fused(x, saved[18:], dout) if config["FUSED"] else _split(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
 
-    choose_and_run(x, "hopper.backward", lambda *a: candidates(*a, gluon_only), run)
+    _choose_pass(x, "hopper.backward", gluon_only, run)
     return tuple(g if need else None for g, need in zip((*found[0][:3], None, None, None, None), needs))
 
 
-def candidates(kernel: str, p: Plan, info: DeviceInfo, gluon_only: bool) -> list[Config]:
-    """For hopper.forward and hopper.backward, best guess first."""
+def _choose_pass(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -> None:
+    facts = tuple(sorted((*x.plan.facts, ("only", only))))
+    run(choose(kernel, facts, x.info, lambda: candidates(kernel, x.plan, only), run))
+
+
+def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
+    """For hopper.forward and hopper.backward, best guess first: with ``only`` these kernels, else the portable ones unless a rule says that
+    these were measured to be faster."""
     if kernel == "hopper.forward":
         found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
         if p.k_bound <= 256 or 0 < p.band <= 512:
@@ -74,12 +83,12 @@ def candidates(kernel: str, p: Plan, info: DeviceInfo, gluon_only: bool) -> list
         found = [{"GLUON": 1, "FUSED": 0}]
         if fuses(p):
             found = [{"GLUON": 1, "FUSED": 1}, *found]
-    return found if gluon_only else [*found, _PORTABLE]
+    return found if only else [_PORTABLE, *found]
 
 
 def fuses(p: Plan) -> bool:
     """Whether the single backward kernel is offered: one tile has all keys of a sample."""
-    return p.d == 128 and p.k_bound <= _ROWS
+    return p.d == 128 and p.k_bound <= _ROWS and not p.broadcast
 
 
 def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -96,11 +105,9 @@ def _key_side(*_: Any) -> list[Config]:
     return [{"STAGES": 3, "HELD": 2}, {"STAGES": 4, "HELD": 1}]
 
 
-def _inputs(p: Plan, tensors: Saved) -> Inputs:
+def _by_box(x: Inputs) -> None:
     """Rows that a descriptor cannot address (a base or a row step that is no multiple of 16 bytes, heads apart) are copied."""
-    x = Inputs(p, tensors)
     x.q, x.k, x.v = (_addressable(t) for t in (x.q, x.k, x.v))
-    return x
 
 
 def _addressable(t: Tensor) -> Tensor:
@@ -126,15 +133,15 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     return made
 
 
-def _table(tiles: TileList, offsets: Tensor, others: Tensor) -> Tensor:
+def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, length: int) -> Tensor:
     """``[tiles, 8]`` int32: see `gem_kernels.triton.hopper.common`."""
     from gem_kernels.triton.hopper.common import tile_table_kernel
 
     if tiles.table is None:
-        tiles.table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=offsets.device)
+        tiles.table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=tiles.tiles.device)
         launch(
-            tile_table_kernel, (-(-tiles.bound // 256),), offsets.device,
-            tiles.table, tiles.tiles, tiles.count, offsets, others, tiles.bound, ROWS=_ROWS, BLOCK=256, num_warps=4,
+            tile_table_kernel, (-(-tiles.bound // 256),), tiles.tiles.device,
+            tiles.table, tiles.tiles, tiles.count, offsets, others, length, tiles.bound, ROWS=_ROWS, BLOCK=256, num_warps=4,
         )  # fmt: skip
     return tiles.table
 
@@ -157,7 +164,7 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
 
     p, n = x.plan, config["BLOCK_N"]
     tiles = x.q_tiles(_ROWS)
-    table = _table(tiles, x.q_offsets, x.k_offsets)
+    table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len)
     gain = p.out_scale * p.folded_gain * (p.scale if _folds_scale(p) else 1.0)
     launch(
         hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
@@ -175,7 +182,8 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     p = x.plan
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.k, x.v))
+    dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
     gain = p.out_scale * p.folded_gain
     delta_scale = 1.0 / p.out_scale if p.out_scale else 0.0
@@ -187,7 +195,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         launch(
             hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
             _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, lse, delta,
-            _table(tiles, x.q_offsets, x.k_offsets), tiles.count, x.q_offsets, x.act_ids, x.batch, x.out_rows, p.left, p.right,
+            _table(tiles, x.q_offsets, x.k_offsets, x.q_len), tiles.count, x.q_offsets, x.act_ids, x.batch, x.out_rows, p.left, p.right,
             p.scale, p.scale * gain, delta_scale, *strides, H=p.heads, **config, **constants,
         )  # fmt: skip
 
@@ -196,13 +204,13 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
-            _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
-            p.left, p.right, p.scale, p.scale * gain, gain, HKV=p.kv_heads, **config, **constants,
+            _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
+            p.left, p.right, p.scale, p.scale * gain, gain, HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.dq", _query_side, query_side)
     choose_and_run(x, "hopper.dkdv", _key_side, key_side)
-    return dq, dk, dv
+    return dq.unflatten(0, (x.batch, x.q_len)).sum(0) if p.broadcast else dq, dk, dv
 
 
 def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
@@ -229,7 +237,7 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         launch(
             hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
-            dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+            dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
             x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, p.scale * gain, gain,
             HKV=p.kv_heads, **config, **_constants(x),
         )  # fmt: skip

@@ -59,8 +59,8 @@ def supports(problem: Problem) -> Supported:
     d, dv = problem.dim("D"), problem.dim("Dv")
     if d != dv or d not in _WIDTHS:
         return no(f"head widths D = Dv of 64 or 128; they are {d} and {dv}")
-    if problem.present & _BEYOND or problem.option("broadcast_q", False):
-        return no("no bias, candidates, context, request sharing or shared q")
+    if problem.present & _BEYOND:
+        return no("no bias, candidates, context or request sharing")
     return _dialect()
 
 

@@ -74,6 +74,23 @@ def test_the_copy_engine_is_used(tmp_path):
         assert found["low-cta"].endswith("at most 8 SMs")
 
 
+def zero_cta(rank, world, task):
+    """NCCL's own copy-engine collectives where the host registers symmetric windows; else their refusal is told."""
+    device = torch.device("cuda", rank)
+    made, told = gatherer("zero-cta", dist.group.WORLD, GatherOptions(device, topology(dist.group.WORLD, device)))
+    out = made.allocate(world * 1000, torch.float32)
+    out.view(world, 1000)[rank] = float(rank)
+    made.gather(out)
+    return {"told": told, "result": out.cpu()}
+
+
+def test_zero_ctas_or_the_reason(tmp_path):
+    for found in run_processes(WORLD, zero_cta, {}, tmp_path, timeout=60, backend=BACKEND):
+        assert torch.equal(found["result"], torch.arange(float(WORLD)).repeat_interleave(1000))
+        assert found["told"].startswith("zero-cta: ") or "; not zero-cta, because " in found["told"]
+        print(found["told"])
+
+
 MODEL = {"name": "gem", "layers": 3, "dim": 16, "embedding_dim": 16, "interaction": {"experts": ["wukong", "dcnv2", "wukong", "dot"]}}
 
 

@@ -114,6 +114,10 @@ TABLES = (*(Table(f"e{i}", 400_000, 64, 1, 1.0, 30.0) for i in range(2)), *(Tabl
         (Dense(1, 8, 1, reshard=False), Sparse("torchrec", 8, 1, cuts=("row", "table"))),
         (Dense(2, 2, 2), Sparse("gem-2d", 4, 2, exchange="touched", cuts=("table", "row"))),
         (Dense(2, 4, 1), Sparse("gem-2d", 2, 4, exchange="whole", schedule="torchrec", cuts=("row", "row"))),
+        (
+            Dense(2, 4, 1, collective="copy-engine"),
+            Sparse("gem-2d", 2, 4, exchange="whole", cuts=("row", "row"), collective="copy-engine"),
+        ),
         (Dense(2, 4, 1), Sparse("torchrec-2d", 4, 2, exchange="whole", schedule="torchrec", cuts=("column", "table"))),
         (Dense(2, 4, 1), Sparse("torchrec-2d", 4, 2, ("model", "replica"), "average", cuts=("row", "table"))),
     ],
@@ -142,6 +146,11 @@ def test_given_and_measured(config: Path, tmp_path: Path, capsys: pytest.Capture
     measured = tmp_path / "measured.json"
     measured.write_text(json.dumps(rows))
     capsys.readouterr()
+    assert main([*base, "--measured", str(measured)]) == 0
+    assert "-50.0%" in capsys.readouterr().out
+    ran = {"overrides": set_to[1::2], "batch_size": load_config(config).data.batch_size, "peak_memory_bytes": 5e8}
+    ladder = [{"row": "a", "gpus": 4, "step_ms": 2e3 * section["plan"]["step_s"], **ran}, {"row": "b", "gpus": 4, "error": "out of memory"}]
+    measured.write_text(json.dumps({"ladder": "scaling", "rows": ladder}))
     assert main([*base, "--measured", str(measured)]) == 0
     assert "-50.0%" in capsys.readouterr().out
 

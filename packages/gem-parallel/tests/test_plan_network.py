@@ -57,6 +57,17 @@ def test_all_gather_and_reduce_scatter_in_one_host() -> None:
     assert twice.seconds == pytest.approx(20e-6 + 14 * 1e-6 + 2 * 8e9 * 7 / 8 / 400e9)
 
 
+@pytest.mark.parametrize(("hosts", "mates"), [(1, 8), (2, 4), (4, 8), (3, 1)])
+def test_the_hierarchical_gather_moves_what_the_planner_counts(hosts: int, mates: int) -> None:
+    """`HierarchicalGather`: between hosts every rank gets the parts of its place, inside a host it copies the parts of the other places."""
+    part, world = 1e6, 8 * hosts
+    group = place(((mates, 1), (hosts, 8)), world, DOMAINS)
+    whole = part * hosts * mates
+    moved = [(mates - 1) * hosts * part, (hosts - 1) * part, 0.0]
+    got = cost("all-gather", whole, group, TIERS.network)
+    assert got.loads == pytest.approx([amount / rate for amount, rate in zip(moved, TIERS.network.rates)])
+
+
 def test_all_gather_over_hosts_brings_each_byte_into_a_host_once() -> None:
     group = place(((32, 1),), 256, DOMAINS)
     got = cost("all-gather", 32e9, group, TIERS.network)

@@ -91,6 +91,18 @@ def test_bounds_spare_simulations_and_change_nothing() -> None:
     assert spared < 0.5 * (space.evaluated - spared)
 
 
+def test_gathers_by_the_copy_engine_leave_computation_alone() -> None:
+    place = cluster((8, 400, 1, 1), memory_gb=8, slowdown=1.3)
+    copies = place.model_copy(update={"collectives": place.collectives.model_copy(update={"copy_engine": 1.0})})
+    work = workload(experts=0, trunk_parameters=150_000_000, layers=6, batch=64, saved=1e5, flops=8e10)
+    kernels, quiet = (plan(Space.build(work, p, 8)).best for p in (place, copies))
+    assert kernels.dense.collective == "default"
+    assert quiet.dense.collective == "copy-engine"
+    assert quiet.dense.degrees() == kernels.dense.degrees()
+    assert quiet.breakdown.get("contention", 0.0) < kernels.breakdown["contention"]
+    assert quiet.seconds < kernels.seconds
+
+
 def test_placement_follows_from_costs() -> None:
     """The published rules on a cluster of 8-GPU hosts, zones of 64 hosts, and narrow links between zones: experts and table replicas on
     NVLink, parameters sharded over 128 to 256 GPUs of one zone, gradients averaged across zones, tables over 256. Every order of the axes

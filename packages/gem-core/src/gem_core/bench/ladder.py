@@ -92,7 +92,7 @@ def climb(
     say("  ".join(f"{name:>12}" if i else f"{name:28}" for i, name in enumerate(columns)))
     for row in chosen:
         left = budget_s - (time.monotonic() - began)
-        record: dict[str, Any] = {"row": row.name, "gpus": row.gpus}
+        record: dict[str, Any] = {"row": row.name, "gpus": row.gpus, "overrides": list(row.overrides), "batch_size": batch_size // row.micro}
         if cluster is not None and spec.predict is not None:
             # Beside the row's own start it would take processor time from it, so before.
             record["predicted"] = dict(spec.predict(load_config(config, [*overrides, *batch, *row.overrides]), row.gpus, cluster))
@@ -139,8 +139,10 @@ def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         return {"error": f"stopped after {limit_s:.0f} s", "command": shlex.join(command)}
     lines = output.strip().splitlines() or [""]
     if process.returncode:
-        told = next((x for x in reversed(lines) if "Error" in x or "memory" in x), lines[-1])
-        return {"error": told[:300], "command": shlex.join(command), "log": lines[-80:]}
+        # the launcher's own report of lost processes follows what they said, at length
+        own = lines[: next((i for i, x in enumerate(lines) if "ChildFailedError" in x), len(lines))]
+        told = next((x for x in reversed(own) if "Error" in x or "memory" in x), lines[-1])
+        return {"error": told[:300], "command": shlex.join(command), "log": own[-80:]}
     found = next((x for x in reversed(lines) if x.startswith("{")), None)
     if found is None:
         raise RunError("the measuring process printed no result", where=shlex.join(command), fix=f"its last line: {lines[-1][:200]}")

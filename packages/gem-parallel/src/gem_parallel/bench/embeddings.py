@@ -72,6 +72,7 @@ def arguments() -> argparse.Namespace:
     )
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument("--budget", type=float, default=1e9, help="seconds after which nothing more is begun")
+    p.add_argument("--only", nargs="+", default=[""], help="strategies whose names hold one of these")
     p.add_argument("--skip-peers", action="store_true")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")))
@@ -412,6 +413,7 @@ def main() -> None:
                 builds[f"{name}{', ids ahead' if ahead else ''}"] = partial(bench.gem_step, options, ahead)
     if peers_too:
         builds |= {name: partial(bench.peer_step, name) for name in PEERS if name != BASE}
+    builds = {name: build for name, build in builds.items() if any(word in name for word in args.only)}
     found: dict[str, list[dict[str, Any]]] = {}
     timed(bench, data, found, builds)
     for layers, schedule, by in product(args.tower, ("torchrec", "article"), args.by if bench.cuda else ["0"]):

@@ -5,6 +5,7 @@ Those who gather ask `gatherer` for one by name; where a group cannot use it, th
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -19,13 +20,14 @@ from gem_core.train.collective import Gatherer, GatherOptions, Topology
 
 __all__ = ["gatherer", "specs", "topology"]
 
-COPY_ENGINE, LOW_CTA, DEFAULT = "copy-engine", "low-cta", "default"
+COPY_ENGINE, ZERO_CTA, LOW_CTA, DEFAULT = "copy-engine", "zero-cta", "low-cta", "default"
 
 
 def specs() -> list[CollectiveSpec]:
     return [
         CollectiveSpec(DEFAULT, lambda topology: Supported(True, ""), _default),
         CollectiveSpec(LOW_CTA, _on_cuda, _low_cta),
+        CollectiveSpec(ZERO_CTA, _one_host, _zero_cta),
         CollectiveSpec(COPY_ENGINE, _has_mates, _copy_engine),
     ]
 
@@ -74,6 +76,16 @@ def _on_cuda(topology: Topology) -> Supported:
     return Supported(topology.device == "cuda", "NCCL's kernels run on CUDA devices only")
 
 
+def _one_host(topology: Topology) -> Supported:
+    if topology.device != "cuda":
+        return _on_cuda(topology)
+    if len(set(topology.hosts)) > 1:
+        return Supported(False, "NCCL's copy-engine collectives work inside one host")
+    if os.environ.get("NCCL_NVLS_ENABLE") != "0":
+        return Supported(False, "NCCL's symmetric windows may use NVLink multicast unless the processes start with NCCL_NVLS_ENABLE=0")
+    return Supported(True, "")
+
+
 def _has_mates(topology: Topology) -> Supported:
     if topology.mates is None:
         return Supported(False, "the hosts of the group do not have equally many members that follow one another")
@@ -94,16 +106,25 @@ def _low_cta(group: Any, options: GatherOptions) -> Gatherer:
     return GroupGather(group, options, limited=True)
 
 
+def _zero_cta(group: Any, options: GatherOptions) -> Gatherer:
+    from gem_parallel.collectives.process_group import ZeroCtaGather
+
+    return _probed(ZeroCtaGather(group, options), group)
+
+
 def _copy_engine(group: Any, options: GatherOptions) -> Gatherer:
-    """Probed by a gather whose result is checked."""
     from gem_parallel.collectives.copy_engine import CopyEngineGather, HierarchicalGather
 
     kind = CopyEngineGather if len(set(options.topology.hosts)) == 1 else HierarchicalGather
-    made = kind(group, options)
+    return _probed(kind(group, options), group)
+
+
+def _probed(made: Gatherer, group: Any) -> Gatherer:
+    """After a gather whose result is checked."""
     size = group.size()
     found = made.allocate(size, torch.int64)
     found[group.rank()] = group.rank() + 1
     made.gather(found)
     if found.tolist() != [i + 1 for i in range(size)]:
-        raise RuntimeError(f"a gather by peer copies gave {found.tolist()}")
+        raise RuntimeError(f"a gather gave {found.tolist()}")
     return made

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -152,7 +153,11 @@ class PushedMean:
         for peer in window.others():
             for k in range(self.pieces):
                 window.arrived(peer, k, count)
-            total = torch.add(total, self._slot(window.memory, half, peer)[: b - a], out=out[a:b])
+            sent = self._slot(window.memory, half, peer)[: b - a]
+            if self.members.size == 2:
+                torch.lerp(total, sent, 0.5, out=out[a:b])  # in one pass over memory
+                return
+            total = torch.add(total, sent, out=out[a:b])
         out[a:b].mul_(1.0 / self.members.size)
 
 
@@ -231,17 +236,42 @@ class HierarchicalSource:
             flat(out).copy_(result)
 
 
-class Ring:
+class Turned(Protocol):
+    """What results take turns in: ``memory`` (uint8), and to wait in the current stream until no other member reads it."""
+
+    memory: Tensor
+
+    def reclaim(self) -> None: ...
+
+
+Kind = TypeVar("Kind", bound=Turned)
+
+
+class _Makes(Protocol[Kind]):
+    def window(self, size: int) -> Kind: ...
+
+
+@dataclass
+class PlainWindow:
+    """Memory that no other member reads but in a collective."""
+
+    memory: Tensor
+
+    def reclaim(self) -> None:
+        """Nobody does."""
+
+
+class Ring(Generic[Kind]):
     """Windows that results take turns in."""
 
-    def __init__(self, members: Members, options: GatherOptions) -> None:
+    def __init__(self, members: _Makes[Kind], options: GatherOptions) -> None:
         self.members, self.options = members, options
-        self.windows: list[Window] = []
+        self.windows: list[Kind] = []
         self._held: list[weakref.ref[Tensor] | None] = []
         self._freed: list[Any] = []
         self._turn, self._room = -1, 0
 
-    def window_of(self, result: Tensor) -> Window:
+    def window_of(self, result: Tensor) -> Kind:
         """The window of the last result, which is the one that is to be gathered."""
         window = self.windows[self._turn]
         assert not result.numel() or result.data_ptr() == window.memory.data_ptr()

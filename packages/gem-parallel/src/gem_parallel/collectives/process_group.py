@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.train.collective import GatherOptions
-from gem_parallel.collectives.copy_engine import flat, group_mean
+from gem_parallel.collectives.copy_engine import PlainWindow, Ring, flat, group_mean
 from gem_parallel.collectives.members import timeout_of
 
 # Newer releases of torch have renamed it.
@@ -43,7 +43,7 @@ class GroupGather:
 class GroupSource:
     """Memory that a process group's collectives read."""
 
-    def __init__(self, gatherer: GroupGather, size: int) -> None:
+    def __init__(self, gatherer: GroupGather | ZeroCtaGather, size: int) -> None:
         self.gatherer = gatherer
         self.memory = torch.zeros(size, dtype=torch.uint8, device=gatherer.options.device)
 
@@ -63,3 +63,54 @@ def few_ctas(group: Any, ctas: int) -> Any:
     options.config.min_ctas, options.config.max_ctas = 1, ctas
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout=options._timeout, backend="nccl", pg_options=options, use_local_synchronization=True)
+
+
+class ZeroCtaGather:
+    """By NCCL's copy-engine collectives: a communicator with the zero-CTA policy, results in memory registered as symmetric windows.
+
+    NCCL falls back to kernels by itself where a window is not symmetric; so the windows are asked for here, and a refusal is raised.
+    """
+
+    def __init__(self, group: Any, options: GatherOptions) -> None:
+        self.options, self.size = options, group.size()
+        config = dist.ProcessGroupNCCL.Options()
+        config._timeout = timeout_of(group)
+        config.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        ranks = dist.get_process_group_ranks(group)
+        self.group = dist.new_group(ranks, timeout=config._timeout, backend="nccl", pg_options=config, use_local_synchronization=True)
+        dist.barrier(self.group, device_ids=[options.device.index])  # windows cannot be the first thing of a communicator
+        self.ring = Ring(_Pool(self.group, options.device), options)
+
+    def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self.ring.take(size, dtype)
+
+    def gather(self, out: Tensor) -> None:
+        work = all_gather(out, out.view(self.size, -1)[self.group.rank()], group=self.group, async_op=True)
+        work.wait()
+
+    def source(self, size: int) -> GroupSource:
+        return GroupSource(self, size)
+
+    def mean(self, out: Tensor, whole: Tensor) -> None:
+        """By kernels: the copy engines do not add."""
+        group_mean(out, whole, self.group)
+
+    def describe(self) -> str:
+        return f"NCCL's copy-engine collectives, {self.size} members, {self.options.slots} results in turn"
+
+
+class _Pool:
+    """Memory from NCCL's allocator, registered as symmetric windows of a group."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._backend = group._get_backend(device)
+        self._pools: list[Any] = []
+        self.device = device
+
+    def window(self, size: int) -> PlainWindow:
+        pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool, self.device):
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._backend.register_mem_pool(pool, symm=True)
+        self._pools.append(pool)
+        return PlainWindow(memory)

@@ -44,7 +44,7 @@ class FsdpConfig(FrozenConfig):
     gather: str = Field("none", description="codec that the layers' matrices travel in over shard (mxfp8, say); none: in param_dtype")
     collective: str = Field(
         "default",
-        description="back end of the gathers over shard: default; low-cta (NCCL with few SMs); copy-engine (copies between GPUs, no SM)",
+        description="back end of the gathers over shard: default; low-cta, zero-cta (NCCL, few or no SMs); copy-engine (copies, no SM)",
     )
     per_host: int | None = Field(None, gt=0, description="processes that count as one host for collective; None: by the hosts' names")
     accumulate: Literal["reduced", "whole"] = Field(

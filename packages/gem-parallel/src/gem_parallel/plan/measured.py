@@ -1,4 +1,4 @@
-"""Predictions beside measured steps: a JSON list with one object a measurement.
+"""Predictions beside measured steps: a JSON list with one object a measurement, or a result of `gemrec bench train`.
 
 Each has ``world``, ``step_s`` and, where known, ``peak_memory_bytes``; ``parallel`` is the ``[parallel]`` section it ran with and
 ``batch_size`` its samples a GPU, where they differ from the configuration's.
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, TypeAdapter
 from rich.table import Table
 
-from gem_core.config import Config, FrozenConfig, config_from_dict, resolve
+from gem_core.config import Config, FrozenConfig, config_from_dict, load_config, resolve
 from gem_core.config.explain import Origin, validate
 from gem_core.config.load import plain
 from gem_core.errors import ConfigError
@@ -56,19 +56,35 @@ class Comparison:
 
 
 def load_measurements(path: Path) -> list[Measurement]:
-    """:raises ConfigError: no such file, no JSON list, or a row with a wrong key or value."""
+    """A list of measurements, or the rows without errors of what `gemrec bench train` wrote.
+
+    :raises ConfigError: no such file, no JSON list, or a row with a wrong key or value.
+    """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:
         raise ConfigError(f"the measurements cannot be read: {fault.strerror}", where=str(path)) from None
     except json.JSONDecodeError as fault:
         raise ConfigError(f"not valid JSON: {fault.msg}", where=f"{path}:{fault.lineno}") from None
+    if isinstance(rows, dict) and "ladder" in rows:
+        rows = [_of_ladder(row) for row in rows["rows"] if "error" not in row]
     rows = TypeAdapter(list[dict[str, Any]]).validate_python(rows) if isinstance(rows, list) else None
     if not rows:
         raise ConfigError(
             "measurements are a JSON list of objects", where=str(path), fix='[{"world": 4, "step_s": 0.12, "parallel": {...}}]'
         )
     return [validate(Measurement, row, (str(i),), Origin(str(path))) for i, row in enumerate(rows)]
+
+
+def _of_ladder(row: dict[str, Any]) -> dict[str, Any]:
+    asked = [o for o in row["overrides"] if o.startswith("parallel.")]
+    return {
+        "world": row["gpus"],
+        "step_s": row["step_ms"] * 1e-3,
+        "peak_memory_bytes": row["peak_memory_bytes"],
+        "batch_size": row["batch_size"],
+        "parallel": plain(load_config(None, asked))["parallel"],
+    }
 
 
 def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:

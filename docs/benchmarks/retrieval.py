@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("suites", nargs="+", choices=sorted(SUITES))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", default="0,1,2", help="of ml-1m; the other suites are trained with the first of them")
-    parser.add_argument("--models", help="comma-separated subset of the rows; a word stands for all rows that begin with it")
+    parser.add_argument("--models", help='comma-separated subset of the rows, done in this order; "gem *" stands for all rows of gem')
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE for every training")
     parser.add_argument("--valid", choices=("all", "none"), help="hold the second-last items of all users out in every suite")
     parser.add_argument("--jobs", type=int, default=1)
@@ -121,14 +121,13 @@ def main() -> None:
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(suite, row, seed) in the order of the suites given."""
+    """(suite, row, seed), seed by seed, in the order of the suites and models given."""
+    seeds = [int(s) for s in args.seeds.split(",")]
     found = []
     for suite in args.suites:
         words = args.models.split(",") if args.models else [""]
-        seeds = [int(s) for s in args.seeds.split(",")]
-        for name in SUITES[suite]:
-            if any(name == w or (w in ("", "gem", "sasrec", "hstu") and name.startswith(w)) for w in words):
-                found += [(suite, name, seed) for seed in (seeds if suite == "ml-1m" else seeds[:1])]
+        rows = [n for w in words for n in SUITES[suite] if n == w or (w in ("", "gem *", "sasrec *", "hstu *") and n.startswith(w[:-2]))]
+        found += [(suite, name, seed) for seed in (seeds if suite == "ml-1m" else seeds[:1]) for name in dict.fromkeys(rows)]
     return found
 
 
@@ -177,7 +176,8 @@ def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int
     test = record["test"]
     print(
         f"{run}: HR@10 {test['hr@10']:.4f} NDCG@10 {test['ndcg@10']:.4f}, {record['steps']} steps ({record['status']}, best "
-        f"{record['best_step']}), {record['wall_s']:.0f} s, with start {time.monotonic() - began:.0f} s",
+        f"{record['best_step']}), {record['wall_s']:.0f} s, with start {time.monotonic() - began:.0f} s; ms a step: "
+        + ", ".join(f"{k} {v:.2f}" for k, v in record["step_ms"].items()),
         flush=True,
     )
     return record
@@ -191,6 +191,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     config = load_config(Path(job["config"]), job["overrides"])
     result = gem_core.train(config, run_dir=job["folder"], overwrite=True, quiet=True)
+    if result.status == "interrupted":
+        raise SystemExit(f"stopped at step {result.steps}")
+    steps = [json.loads(line) for line in (Path(job["folder"]) / "metrics.jsonl").read_text().splitlines()]
+    phases = [key for key in ("data_s", "captured_s", "forward_s", "backward_s", "optimizer_s") if steps[-1].get(key)]
     test = evaluate_run(job["folder"], split=job["split"]).results["next_item"]
     header = json.loads((Path(job["folder"]) / "run.json").read_text())
     evals = [json.loads(line) for line in (Path(job["folder"]) / "eval.jsonl").read_text().splitlines()]
@@ -202,6 +206,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "steps": result.steps,
         "best_step": result.summary["best_step"],
         "wall_s": result.summary["wall_s"],
+        "step_ms": {key.removesuffix("_s"): 1e3 * float(np.median([s[key] for s in steps if key in s])) for key in phases},
         "peak_memory_bytes": result.summary["peak_memory_bytes"],
         **{key: header[key] for key in ("parameters", "device", "versions", "kernels", "commit")},
     }

@@ -18,8 +18,10 @@ from pipeline_rings import overrun
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import dispatch
+from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
-from gem_kernels.triton.common.launch import compile_only
+from gem_kernels.triton.common.launch import Compiled, compile_only
+from gem_kernels.triton.hopper import mlp as hopper_mlp
 
 BF16 = torch.bfloat16
 SPECS = {spec.op: spec for family in (block, dense, jagged) for spec in family.specs()}
@@ -69,6 +71,9 @@ def main(arch: str, *labels: str) -> None:
     for label, op, arguments in _calls():
         if not labels or label in labels:
             _compile(arch, label, op, arguments)
+    if arch == "sm_90" and not labels:
+        for d, norm in ((64, "rms"), (128, "layer"), (256, None)):
+            _compile_hopper_mlp(d, norm)
 
 
 def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
@@ -76,6 +81,20 @@ def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
         result = getattr(ops, op)(**_leaves(arguments), backend="triton")
         first = result[0] if isinstance(result, tuple) else result
         first.sum().backward()
+    _tell(label, done)
+
+
+def _compile_hopper_mlp(d: int, norm: str | None) -> None:
+    """Directly: the implementation refuses tensors that are on no Hopper GPU."""
+    named = {"x": _t(256, d), "w1": _t(4 * d, d), "b1": _t(4 * d), "w2": _t(d, 4 * d), "b2": _t(d)}
+    with compile_only("sm_90") as done:
+        problem = problem_of("mlp", **_leaves(named), norm=norm)
+        (y, _total), saved = hopper_mlp.forward(problem, *(t.detach() for t in named.values()), None)
+        hopper_mlp.backward(problem, saved, (torch.ones_like(y), None), (True,) * 5)
+    _tell(f"hopper mlp d{d}", done)
+
+
+def _tell(label: str, done: list[Compiled]) -> None:
     for made in done:
         print(
             json.dumps(

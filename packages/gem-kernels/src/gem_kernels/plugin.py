@@ -17,9 +17,9 @@ class Plugin:
 
     @hookimpl
     def gem_kernels(self) -> list[KernelSpec]:
-        from gem_kernels import eager, native, triton
+        from gem_kernels import eager, native, peers, triton
 
-        return [*eager.specs(), *native.specs(), *triton.specs()]
+        return [*eager.specs(), *native.specs(), *triton.specs(), *peers.specs()]
 
     @hookimpl
     def gem_commands(self, app: CommandGroups) -> None:

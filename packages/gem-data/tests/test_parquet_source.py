@@ -297,6 +297,13 @@ def test_history_as_a_list_of_structs(tmp_path):
     assert group.lengths.tolist() == [2, 0, 0]
 
 
+def test_a_schema_with_metadata(tmp_path):
+    """As pandas writes it."""
+    pq.write_table(pa.table({"x": [1, 2], "y": [0, 1]}).replace_schema_metadata({"pandas": "{}"}), tmp_path / "f.parquet")
+    (batch,) = ParquetSource(tmp_path / "f.parquet", Features(sparse={"x": Sparse(rows=9)}, labels={"y": Label()}), batch_size=2)
+    assert batch.sparse["x"].values.tolist() == [1, 2]
+
+
 def test_column_pruning_reads_only_what_is_declared(tmp_path, monkeypatch):
     from gem_data import files
 

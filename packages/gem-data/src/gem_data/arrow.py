@@ -128,6 +128,8 @@ def floats(array: pa.Array) -> tuple[NDArray[np.floating[Any]], Bools | None]:
         array = array.cast(pa.uint8())
     elif pa.types.is_decimal(kind):
         array = array.cast(pa.float64())
+    elif kind == pa.float16():
+        array = array.cast(pa.float32())  # before pyarrow 21 nulls among float16 cannot be filled
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise WrongType(kind, "a number", "store the column as numbers, or declare it as an id feature (text: hash = true)")
     mask = nulls(array) if array.null_count else None
@@ -136,7 +138,7 @@ def floats(array: pa.Array) -> tuple[NDArray[np.floating[Any]], Bools | None]:
         missing = np.isnan(values)
         if missing.any():
             mask = missing if mask is None else mask | missing
-    return values.astype(np.float32 if values.dtype == np.float16 or values.dtype == np.float32 else np.float64, copy=False), mask
+    return values.astype(np.float32 if values.dtype == np.float32 else np.float64, copy=False), mask
 
 
 def hashes(array: pa.Array, salt: int) -> tuple[U64, Bools | None]:

@@ -85,7 +85,8 @@ class ParquetSource(IterableDataset[Batch]):
         self._rows = RowReader(features, [text for text in (features.filter, filter) if text], quarantine)
         self._check_quarantine()
         self.files = find_files(paths, root)
-        for file in {(f.schema, tuple(k for k, _ in f.partition)): f for f in reversed(self.files)}.values():
+        # Before pyarrow 22 a schema with metadata, as pandas writes it, cannot be hashed.
+        for file in {(f.schema.remove_metadata(), tuple(k for k, _ in f.partition)): f for f in reversed(self.files)}.values():
             self._rows.decoder.check(file)
         for file in self.files:
             for name in self._rows.filter_columns:

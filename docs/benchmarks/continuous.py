@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,6 +40,8 @@ def main() -> None:
     options.add_argument("--work", type=Path)
     options.add_argument("--out", type=Path, required=True)
     args = options.parse_args()
+    changed = {k: v for k, v in vars(args).items() if k not in ("out", "work") and v != options.get_default(k)}
+    args.given = "".join(f" --{k.replace('_', '-')} {v}" for k, v in changed.items())
     with tempfile.TemporaryDirectory() as temporary:
         record = run(args, args.work or Path(temporary))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -90,9 +91,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "allowed": ALLOWED,
         "met": max(ratio) <= ALLOWED,
         "world": world.model_dump(mode="json"),
-        "options": {k: v for k, v in vars(args).items() if k not in ("work", "out")},
+        "options": {k: v for k, v in vars(args).items() if k not in ("work", "out", "given")},
         "seconds": time.perf_counter() - began,
-        "command": "python docs/benchmarks/continuous.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
+        "command": "python docs/benchmarks/continuous.py --out docs/benchmarks" + args.given,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": environment(torch.device("cpu"))["commit"],
     }
@@ -122,6 +123,9 @@ def table(record: dict[str, Any]) -> str:
         "| hour | Bayes | " + " | ".join(columns) + " | ratio |",
         "|---|---|" + "---|" * (len(columns) + 1),
     ]
+    given_back = columns[1]
+    if all(record["hours"][given_back][name] == record["hours"][columns[0]][name] for name in record["ratio"]):
+        lines.insert(6, "No row went unread for so long that it was given back: both continuous runs are the same.\n")
     for name, ratio in record["ratio"].items():
         found = [record["hours"][how][name]["ctr"]["ne"] for how in columns]
         bayes = record["hours"]["continuous"][name]["ctr"]["bayes_ne"]

@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -46,6 +45,8 @@ def main() -> None:
     options.add_argument("--work", type=Path)
     options.add_argument("--out", type=Path, required=True)
     args = options.parse_args()
+    changed = {k: v for k, v in vars(args).items() if k not in ("out", "work") and v != options.get_default(k)}
+    args.given = "".join(f" --{k.replace('_', '-')} {v}" for k, v in changed.items())
     with tempfile.TemporaryDirectory() as temporary:
         record = run(args, args.work or Path(temporary))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -97,9 +98,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "distill": how,
         "student": STUDENT,
         "world": world.model_dump(mode="json"),
-        "options": {k: v for k, v in vars(args).items() if k not in ("work", "out")},
+        "options": {k: v for k, v in vars(args).items() if k not in ("work", "out", "given")},
         "seconds": time.perf_counter() - began,
-        "command": "python docs/benchmarks/distill.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
+        "command": "python docs/benchmarks/distill.py --out docs/benchmarks" + args.given,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": environment(torch.device("cpu"))["commit"],
     }

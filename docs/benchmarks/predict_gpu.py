@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -49,6 +48,8 @@ def main() -> None:
     options.add_argument("--allowed", type=float, default=1e-2, help="largest difference of probabilities: that of bf16 in another order")
     options.add_argument("--out", type=Path, required=True)
     args = options.parse_args()
+    changed = {k: v for k, v in vars(args).items() if k not in ("out", "work") and v != options.get_default(k)}
+    args.given = "".join(f" --{k.replace('_', '-')} {v}" for k, v in changed.items())
     with tempfile.TemporaryDirectory() as folder:
         record = run(args, Path(folder))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "wanted": WANTED,
         "largest_difference": difference,
         "device": name,
-        "command": "python docs/benchmarks/predict_gpu.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("/")),
+        "command": "python docs/benchmarks/predict_gpu.py --out docs/benchmarks" + args.given,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": environment(torch.device("cpu"))["commit"],
     }

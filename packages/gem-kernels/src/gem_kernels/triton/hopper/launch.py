@@ -68,7 +68,7 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
 
 
 def _choose_pass(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -> None:
-    facts = tuple(sorted((*x.plan.facts, ("only", only))))
+    facts = (*x.plan.facts, ("only", only))
     run(choose(kernel, facts, x.info, lambda: candidates(kernel, x.plan, only), run))
 
 

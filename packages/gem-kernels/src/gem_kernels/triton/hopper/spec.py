@@ -1,7 +1,6 @@
 """The Hopper implementations of `jagged_attention`, `gdpa`, `norm_linear` and `mlp` that gem-kernels offers.
 
-``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others. Of the
-attention ops neither is chosen automatically yet.
+``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PRIORITY = 6
 """Below the portable kernels until they have been right and faster on a GPU."""
 _FORCED = 5
 _MEASURED = 60
-"""Above the portable kernels: right and faster on an H200 at every shape that was tried (docs/kernels/dense.md)."""
+"""Above the portable kernels: right and faster on an H200 (docs/kernels). Attention takes the portable kernels itself where those are."""
 _TRITON = "3.6"
 _WIDTHS = (64, 128)
 _BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
@@ -146,7 +145,7 @@ def _mlp_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ..
 
 def specs() -> list[KernelSpec]:
     """``hopper`` of the three ops, and ``hopper-only`` of the two attention ops."""
-    found = [KernelSpec(op, "hopper", forward, backward, supports, PRIORITY) for op in ("jagged_attention", "gdpa")]
+    found = [KernelSpec(op, "hopper", forward, backward, supports, _MEASURED) for op in ("jagged_attention", "gdpa")]
     for op in ("jagged_attention", "gdpa"):
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, supports, _FORCED))

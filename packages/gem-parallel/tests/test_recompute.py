@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from gem_core.model.config import GemConfig
 from gem_core.model.gem import Gem
 from gem_core.model.loss import task_loss
 from gem_core.testing.models import random_batch
+from gem_parallel.bench import recompute as bench
 from gem_parallel.plan.budget import Option, best_uniform, choose
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.command import workload_of
@@ -231,3 +234,37 @@ def test_a_planned_run_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(out.read_text())["train"]["callbacks"]["recompute"]["modules"]
     assert "recomputed in backward" in capsys.readouterr().out
     assert main(["train", str(out), "--run-dir", str(tmp_path / "run"), "--quiet"]) == 0
+
+
+class Costs:
+    """Stands in for a GPU: a step's time and peak follow from the modules that recompute; pooling costs nearly nothing and frees a lot."""
+
+    gain: ClassVar = {"attention": 4 << 30, "pffn": 2 << 30, "pools": 3 << 30}
+    cost: ClassVar = {"attention": 8.0, "pffn": 6.0, "pools": 0.5}
+
+    def __init__(self) -> None:
+        self.parts = SimpleNamespace(model=tiny())
+        self.modules: list[str] = []
+
+    def apply(self, modules: list[str]) -> None:
+        self.modules = modules
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.ones(3)}
+
+    def measure(self, steps: int, warmup: int) -> tuple[float, int]:
+        kinds = [next(k for k in self.gain if k in name) for name in self.modules]
+        return 100.0 + sum(self.cost[k] for k in kinds), (60 << 30) - sum(self.gain[k] for k in kinds)
+
+
+def test_what_is_chosen_by_return_is_never_worse_than_a_uniform_budget() -> None:
+    found = bench.run(Costs(), 1, 0, 1, lambda line: None)  # type: ignore[arg-type]
+    assert found["gradients"] == [{"parameters": "same", "off when repeated": 0.0, "off recomputed": 0.0}]
+    assert len(found["uniform"]) == 8
+    for row in found["uniform"]:
+        assert row["chosen ms at that peak"] <= row["step ms"], row
+    # with less memory than "pooling" alone frees, one layer's attention is better than both layers' PFFN
+    between = [row for row in found["chosen"] if row["within"] not in {u["peak GiB"] for u in found["uniform"]}]
+    assert any("x 1" in row["recomputed"] for row in between)
+    assert all(row["peak GiB"] <= row["within"] + 1e-6 for row in found["chosen"])
+    assert any(row["on the front"] for row in found["chosen"])

@@ -62,23 +62,22 @@ class Bench:
 
     def measure(self, steps: int, warmup: int) -> tuple[float, int]:
         """Median milliseconds of a step, and the peak of allocated bytes."""
-        cuda = self.device.type == "cuda"
-        times = []
+        if self.device.type != "cuda":
+            for i in range(warmup + steps):
+                self.step([self.batches[i % len(self.batches)]], False)
+            return 0.0, 0
+        times: list[tuple[Any, Any]] = []
         for i in range(warmup + steps):
-            if i == warmup and cuda:
+            if i == warmup:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else (None, None)  # type: ignore[no-untyped-call]
-            if cuda:
-                begin.record()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
             self.step([self.batches[i % len(self.batches)]], False)
-            if cuda and i >= warmup:
-                end.record()
-                times.append((begin, end))
-        if not cuda:
-            return 0.0, 0
+            end.record()
+            times.append((begin, end))
         torch.cuda.synchronize(self.device)
-        return median(a.elapsed_time(b) for a, b in times), torch.cuda.max_memory_allocated(self.device)
+        return median(a.elapsed_time(b) for a, b in times[warmup:]), torch.cuda.max_memory_allocated(self.device)
 
 
 def modules_of(layers: Sequence[nn.Module], picks: Sequence[Sequence[str]]) -> list[str]:
@@ -127,9 +126,9 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any) -> dict[st
     budgets = sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True)
     chosen: dict[float, tuple[tuple[str, ...], ...]] = {}
     for budget in budgets:
-        picks = choose([options] * len(layers), budget - least + 1.0)
-        if picks is not None:
-            chosen[budget] = tuple(sets[i] for i in picks)
+        found_picks = choose([options] * len(layers), budget - least + 1.0)
+        if found_picks is not None:
+            chosen[budget] = tuple(sets[i] for i in found_picks)
     for _ in range(rounds):
         for picks in dict.fromkeys([*chosen.values(), *uniform.values()]):
             measured(picks)

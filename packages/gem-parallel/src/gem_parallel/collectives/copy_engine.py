@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.errors import RunError
-from gem_core.train.collective import GatherOptions
+from gem_core.train.collective import GatherOptions, Source
 from gem_parallel.collectives.members import CudaMembers, HostMembers, Members, Window, timeout_of
 
 PIECE = 1 << 20
@@ -62,7 +62,7 @@ class CopyEngineGather:
         self.members.join()
         window.done()
 
-    def source(self, size: int) -> CopyEngineSource:
+    def source(self, size: int) -> Source:
         return CopyEngineSource(self.members, size)
 
     def mean(self, out: Tensor, whole: Tensor) -> None:
@@ -209,7 +209,7 @@ class HierarchicalGather(CopyEngineGather):
         """By the process group: sums are not the copy engine's business, and between hosts they are best made on the way."""
         group_mean(out, whole, self.group)
 
-    def source(self, size: int) -> HierarchicalSource:
+    def source(self, size: int) -> Source:
         return HierarchicalSource(self, size)
 
     def describe(self) -> str:
@@ -245,10 +245,11 @@ class Turned(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Turned)
+Made = TypeVar("Made", bound=Turned, covariant=True)
 
 
-class _Makes(Protocol[Kind]):
-    def window(self, size: int) -> Kind: ...
+class _Makes(Protocol[Made]):
+    def window(self, size: int) -> Made: ...
 
 
 @dataclass

@@ -123,7 +123,7 @@ class CudaMembers(Members):
         super().__init__(group, lanes=1 if group.size() <= 2 else 2)
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.device = device
-        high = torch.cuda.Stream.priority_range()[1]
+        high = torch.cuda.Stream.priority_range()[1]  # type: ignore[call-arg]
         self._streams = [torch.cuda.Stream(device, priority=high) for _ in range(self.lanes)]  # type: ignore[no-untyped-call]
 
     def window(self, size: int) -> Window:

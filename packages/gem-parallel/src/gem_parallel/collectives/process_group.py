@@ -75,7 +75,7 @@ class ZeroCtaGather:
         self.options, self.size = options, group.size()
         config = dist.ProcessGroupNCCL.Options()
         config._timeout = timeout_of(group)
-        config.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        config.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         ranks = dist.get_process_group_ranks(group)
         self.group = dist.new_group(ranks, timeout=config._timeout, backend="nccl", pg_options=config, use_local_synchronization=True)
         dist.barrier(self.group, device_ids=[options.device.index])  # windows cannot be the first thing of a communicator

@@ -32,14 +32,27 @@ class Row:
     gpus: int = 1
 
 
+_TORCH = ("kernels.ops.norm=compiled", "kernels.ops.norm_linear=compiled", "kernels.ops.mlp=compiled")
+"""Norms and MLPs by torch.compile of the unfused form; see the package that offers "compiled"."""
+
+_PADDED, _BUCKETED = "data.random.padded=true", "data.random.window=16"
+_MATMUL = "kernels.ops.norm_gdpa=matmul"
+
 EFFICIENCY = (
-    Row("padded, eager", ("data.random.padded=true", "kernels.default=eager"), micro=16),
-    Row("+ length-bucketed", ("data.random.padded=true", "data.random.window=16", "kernels.default=eager"), micro=4),
+    Row("padded, eager", (_PADDED, "kernels.default=eager"), micro=16),
+    Row("+ length-bucketed", (_PADDED, _BUCKETED, "kernels.default=eager"), micro=4),
+    Row("+ compile, SDPA", (_PADDED, _BUCKETED, "kernels.ops.jagged_attention=sdpa", _MATMUL, *_TORCH, "train.compile=true"), micro=4),
     Row("jagged, eager", ("kernels.default=eager",), micro=4),
+    Row("jagged, varlen_attn + compile", ("kernels.ops.jagged_attention=varlen", _MATMUL, *_TORCH, "train.compile=true")),
+    Row("our attention + compile", (*_TORCH, "train.compile=true")),
     Row("jagged, fused kernels"),
     Row("+ compile", ("train.compile=true",)),
     Row("+ fused tables", ("train.compile=true", "parallel.sparse=fbgemm")),
+    Row("fused tables, not compiled", ("parallel.sparse=fbgemm",)),
+    Row("+ step as a CUDA graph", ("train.capture=true",)),
+    Row("+ precision fp8", ("parallel.sparse=fbgemm", "precision.recipe=fp8-block")),
 )
+"""One change a row as far as changes combine: a captured step needs the core's own tables and is not compiled."""
 
 
 def builtin_specs() -> list[LadderSpec]:
@@ -92,7 +105,12 @@ def climb(
     say("  ".join(f"{name:>12}" if i else f"{name:28}" for i, name in enumerate(columns)))
     for row in chosen:
         left = budget_s - (time.monotonic() - began)
-        record: dict[str, Any] = {"row": row.name, "gpus": row.gpus, "overrides": list(row.overrides), "batch_size": batch_size // row.micro}
+        record: dict[str, Any] = {
+            "row": row.name,
+            "gpus": row.gpus,
+            "overrides": list(row.overrides),
+            "batch_size": batch_size // row.micro,
+        }
         if cluster is not None and spec.predict is not None:
             # Beside the row's own start it would take processor time from it, so before.
             record["predicted"] = dict(spec.predict(load_config(config, [*overrides, *batch, *row.overrides]), row.gpus, cluster))

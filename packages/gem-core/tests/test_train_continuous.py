@@ -13,10 +13,11 @@ from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import config_from_dict, resolve
 from gem_core.config.features import Features
 from gem_core.errors import CheckpointError, ConfigError
+from gem_core.model.contract import Shards
 from gem_core.sources.planted import PlantedLog
 from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource, synthetic_features
 from gem_core.train.build import build_parts
-from gem_core.train.continuous import NEVER, Recency
+from gem_core.train.continuous import NEVER, Recency, _fill_first
 from gem_core.train.offline import loaded_run
 from gem_core.train.runtime import runtime
 
@@ -140,6 +141,18 @@ def test_a_table_that_grew_keeps_its_rows_and_their_state(tmp_path: Path):
     assert not b[f"{name}.accumulator"][200:].any()
     assert float(b[f"{name}.weight"][200:].std()) > 0
     assert json.loads((tmp_path / "b" / "run.json").read_text())["warm_start"]["grown"] == {name: [200, 260]}
+
+
+def test_parts_of_a_table_that_is_spread_are_filled_where_they_lie():
+    stored = torch.arange(10.0).view(5, 2)
+    boxes = [((0, 0), torch.full((3, 2), -1.0)), ((3, 0), torch.full((4, 1), -1.0)), ((3, 1), torch.full((4, 1), -1.0))]
+    _fill_first(Shards((7, 2), torch.float32, tuple(boxes)), stored)
+    whole = torch.cat([boxes[0][1], torch.cat([boxes[1][1], boxes[2][1]], 1)])
+    assert torch.equal(whole[:5], stored)
+    assert (whole[5:] == -1).all()
+    beyond = torch.full((2, 2), -1.0)
+    _fill_first(Shards((9, 2), torch.float32, (((6, 0), beyond),)), stored)
+    assert (beyond == -1).all()
 
 
 def test_growth_that_would_change_ids_is_refused(tmp_path: Path):

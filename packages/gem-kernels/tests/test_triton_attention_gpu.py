@@ -195,6 +195,24 @@ def test_hopper_like_portable(op: str, mask: str, d: int) -> None:
         assert error < 4e-3, f"{name}: {error:.2e}"
 
 
+@pytest.mark.parametrize("rows", [1, 100, 128, 200])
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+def test_hopper_shared_queries(op: str, rows: int) -> None:
+    """One Q for all samples, some of which have no keys."""
+    needs_hopper(128)
+    k_lengths = torch.cat([torch.tensor([0, 1, 64, 129, 0]), drawn(40, 0, 700)])
+    ko = lengths_to_offsets(k_lengths).to(DEVICE)
+    leaves = [packed(n, 4, 128, torch.bfloat16, s).requires_grad_() for s, n in enumerate([torch.tensor([rows]), k_lengths, k_lengths])]
+    do = packed(torch.full_like(k_lengths, rows), 4, 128, torch.bfloat16, 4)
+    results = []
+    for backend in ("triton", "hopper-only"):
+        out = public(op, *leaves, None, ko, backend=backend, broadcast_q=True, max_q_len=rows, max_k_len=700)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    for name, mine, other in zip(("out", "dq", "dk", "dv"), results[1], results[0]):
+        error = errors([mine], [other.double()])[0]
+        assert error < 4e-3, f"{name}: {error:.2e}"
+
+
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_neighbours_do_not_leak(backend: str, op: str) -> None:

@@ -38,11 +38,11 @@ SUITES: dict[str, dict[str, list[str]]] = {
         "gem without sequence tower": [str(CONFIGS / "ml-1m-popneg-gem.toml"), *NO_SEQUENCE],
     },
     "popneg-lengths": {
-        "gem, all events": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=2400"],
-        "gem, newest 1000": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=1000"],
-        "gem, newest 200": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=200"],
-        "gem, newest 50": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=50"],
-        "din, newest 50": [str(CONFIGS / "ml-1m-popneg-din.toml")],
+        "gem all events": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=2400"],
+        "gem newest 1000": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=1000"],
+        "gem newest 200": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=200"],
+        "gem newest 50": [str(CONFIGS / "ml-1m-popneg-gem.toml"), "--set", f"{LONGEST}=50"],
+        "din newest 50": [str(CONFIGS / "ml-1m-popneg-din.toml")],
     },
     "ctr": {"gem": [str(CONFIGS / "movielens-ctr.toml")]},
     "planted": {"gem tiny": [], "gem tiny without sequence tower": NO_SEQUENCE},
@@ -62,7 +62,7 @@ PEERS: dict[str, dict[str, list[float]]] = {
 """Test AUC of others on the same files, a number a seed: measured with embeddings of 32, Adam 1e-3, at most 50 events; their predictions
 are not at hand, so they carry no paired interval."""
 BOOTSTRAP = 2000
-PREDICTED = "test.npz"
+PREDICTED = "test.csv"
 PREDICTING = Lock()
 """Kernels are chosen for the process, so one run predicts at a time."""
 
@@ -84,16 +84,28 @@ def main() -> None:
     jobs = [(name, int(seed), [*variants[name], *overrides]) for seed in args.seeds.split(",") for name in variants]
     with ThreadPoolExecutor(args.jobs) as pool:
         folders = dict(zip([(n, s) for n, s, _ in jobs], pool.map(lambda at: train(args, at[0], *at[1]), enumerate(jobs))))
-    report(args, variants, {key: dict(np.load(folder / PREDICTED)) for key, folder in folders.items()}, folders)
+    report(args, variants, {key: predicted(folder) for key, folder in folders.items()}, folders)
 
 
 def train(args: argparse.Namespace, index: int, name: str, seed: int, words: list[str]) -> Path:
     """One training in a process of its own, and its predictions of the test split; its run folder."""
-    run = f"{args.suite}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    run = f"{args.suite}-{name.replace(' ', '-')}-{seed}"
     folder: Path = args.work / run
     if (folder / PREDICTED).is_file():
         return folder
-    command = ["gemrec", "train", *words, "--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from gem_core.cli import main; sys.exit(main())",
+        "train",
+        *words,
+        "--set",
+        f"run.seed={seed}",
+        "--set",
+        f"run.name={run}",
+        "--set",
+        f"run.dir={args.work}",
+    ]
     began = time.monotonic()
     environment = dict(os.environ)
     if gpus := torch.cuda.device_count():
@@ -105,7 +117,8 @@ def train(args: argparse.Namespace, index: int, name: str, seed: int, words: lis
     if done.returncode:
         raise SystemExit(done.stdout)
     with PREDICTING:
-        np.savez_compressed(folder / PREDICTED, **predict(folder))
+        columns = predict(folder)
+    np.savetxt(folder / PREDICTED, np.stack(list(columns.values()), 1), fmt="%.9g", delimiter=",", header=",".join(columns), comments="")
     return folder
 
 
@@ -122,6 +135,12 @@ def predict(folder: Path) -> dict[str, np.ndarray]:
             for key, value in row.items():
                 columns.setdefault(key, []).append(value.numpy().astype(float))
     return {key: np.concatenate(parts) for key, parts in columns.items()}
+
+
+def predicted(folder: Path) -> dict[str, np.ndarray]:
+    """What `predict` gave for the run in ``folder``."""
+    names = (folder / PREDICTED).read_text().split("\n", 1)[0].split(",")
+    return dict(zip(names, np.loadtxt(folder / PREDICTED, delimiter=",", skiprows=1).T))
 
 
 def auc(label: np.ndarray, score: np.ndarray, weight: np.ndarray | None = None) -> float:
@@ -234,6 +253,7 @@ def report(args: argparse.Namespace, variants: dict[str, list[str]], predictions
         "suite": args.suite,
         "command": "python docs/benchmarks/quality.py " + shlex.join(sys.argv[1:]),
         "device": header["device"],
+        "commit": header["commit"],
         "machine": platform.machine(),
         "versions": header["versions"],
         "seeds": seeds,

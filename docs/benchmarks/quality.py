@@ -93,19 +93,8 @@ def train(args: argparse.Namespace, index: int, name: str, seed: int, words: lis
     folder: Path = args.work / run
     if (folder / PREDICTED).is_file():
         return folder
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from gem_core.cli import main; sys.exit(main())",
-        "train",
-        *words,
-        "--set",
-        f"run.seed={seed}",
-        "--set",
-        f"run.name={run}",
-        "--set",
-        f"run.dir={args.work}",
-    ]
+    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", *words]
+    command += ["--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
     began = time.monotonic()
     environment = dict(os.environ)
     if gpus := torch.cuda.device_count():

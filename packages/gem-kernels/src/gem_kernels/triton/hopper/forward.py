@@ -5,7 +5,8 @@
     consumer 1       the same half a step apart: its products run while the other one does its elementwise work
 
 P goes from the accumulator's registers straight into the next product. Key blocks are walked from the last to the first; tiles that all
-rows of a warpgroup see wholly are not masked. O leaves through a buffer of its own, so that the slot of Q is free after the last product.
+rows of a warpgroup see wholly are not masked. O leaves through a buffer of its own, so that the slot of Q is free after the last product;
+heads of 256 columns leave no room for that and have one slot for both.
 Nothing may be changed in a branch while it is an operand of an unfinished wgmma: ptxas does that in place.
 """
 
@@ -32,16 +33,19 @@ def _producer(
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BROADCAST: gl.constexpr,
 ):  # fmt: skip
+    HELD: gl.constexpr = 1 if D > 128 else 2
     step = 0
     tile = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % H
         row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
         first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
-        slot = tile % 2
-        mbarrier.wait(q_empty.index(slot), (tile // 2 & 1) ^ 1)
+        slot = tile % HELD
+        mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 2 * 128 * D)
-        load_box(q, 0 if BROADCAST else row, lq, m0, head * D, q_full.index(slot), q_slots.index(slot), 128, D)
+        for half in gl.static_range(2):
+            to = q_slots.index(2 * slot + half)
+            load_box(q, 0 if BROADCAST else row, lq, m0 + half * 64, head * D, q_full.index(slot), to, 64, D)
         tile += 1
         for x in range(last - first):
             n0 = (last - 1 - x) * BLOCK_N
@@ -78,6 +82,7 @@ def _consumer(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_slots.dtype
+    HELD: gl.constexpr = 1 if D > 128 else 2
     # The row maximum may be taken of raw scores where scaling keeps their order.
     step_2 = scale * LOG2E if POSITIVE else LOG2E
     slope_1 = 0.7978845608 * scale
@@ -92,13 +97,13 @@ def _consumer(
         first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
         own = m0 + WHO * 64
         shift = lk - lq
-        slot = tile % 2
-        mbarrier.wait(q_full.index(slot), tile // 2 & 1)
+        slot = tile % HELD
+        mbarrier.wait(q_full.index(slot), tile // HELD & 1)
         if own < lq:
             begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
             if CAUSAL or WINDOW:
                 step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
-            q_tile = q_slots.index(slot).slice(WHO * 64, 64)
+            q_tile = q_slots.index(2 * slot + WHO)
             act_id = 0
             if act_ids is not None:
                 act_id = gl.load(act_ids + head)
@@ -149,7 +154,8 @@ def _consumer(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 step += 1
-            mbarrier.arrive(q_empty.index(slot), count=1)
+            if HELD > 1:
+                mbarrier.arrive(q_empty.index(slot), count=1)
             if CAUSAL or WINDOW:
                 step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
             if SOFTMAX:
@@ -160,11 +166,17 @@ def _consumer(
                 gl.store(lse + head.to(gl.int64) * rows + row + i, value, i < lq)
             else:
                 acc = acc * out_scale
-            tma.store_wait(0)
-            o_tile = o_buffer.index(WHO)
+            if HELD > 1:
+                tma.store_wait(0)
+                o_tile = o_buffer.index(WHO)
+            else:
+                o_tile = q_tile
             o_tile.store(acc.to(dtype))
             fence_async_shared()
             store_box(out, row, lq, own, head * D, o_tile, 64, D)
+            if HELD == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(slot), count=1)
         else:
             # No row of this half belongs to the sample.
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -190,11 +202,14 @@ def hopper_fwd_kernel(
     total = gl.load(tile_count) * H
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_slots = gl.allocate_shared_memory(dtype, [2, 128, D], tile)
+    HELD: gl.constexpr = 1 if D > 128 else 2
+    q_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    o_buffer = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
-    q_full, q_empty = make_barriers(2, 1), make_barriers(2, 2)
+    o_buffer = q_slots
+    if HELD > 1:
+        o_buffer = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
+    q_full, q_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)
     k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     fence_async_shared()

@@ -79,6 +79,10 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found.reverse()
+        if p.d > 128:
+            found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}]
+    elif p.d > 128:
+        found = []
     else:
         found = [{"GLUON": 1, "FUSED": 0}]
         if fuses(p):
@@ -168,7 +172,7 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     gain = p.out_scale * p.folded_gain * (p.scale if _folds_scale(p) else 1.0)
     launch(
         hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-        _box(x.q, _ROWS), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table, tiles.count, x.q_offsets, x.act_ids,
+        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table, tiles.count, x.q_offsets, x.act_ids,
         x.batch, x.out_rows, p.left, p.right, p.scale, gain,
         H=p.heads, FOLDED=_folds_scale(p), POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], **_constants(x),
     )  # fmt: skip

@@ -25,7 +25,7 @@ _FORCED = 5
 _MEASURED = 60
 """Above the portable kernels: right and faster on an H200 (docs/kernels). Attention takes the portable kernels itself where those are."""
 _TRITON = "3.6"
-_WIDTHS = (64, 128)
+_WIDTHS = (64, 128, 256)
 _BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
 
 
@@ -47,8 +47,8 @@ def _on_hopper(problem: Problem) -> Supported:
     return YES
 
 
-def supports(problem: Problem) -> Supported:
-    """Answers from the problem alone; does not touch the device and imports no triton."""
+def supports(problem: Problem, only: bool = False) -> Supported:
+    """Answers from the problem alone; does not touch the device and imports no triton. Heads of 256 columns have a forward pass only."""
     answer = _on_hopper(problem)
     if not answer:
         return answer
@@ -58,8 +58,9 @@ def supports(problem: Problem) -> Supported:
     if problem.dtype("q") == torch.float32:
         return no("multiplies bf16 or fp16")
     d, dv = problem.dim("D"), problem.dim("Dv")
-    if d != dv or d not in _WIDTHS:
-        return no(f"head widths D = Dv of 64 or 128; they are {d} and {dv}")
+    widths = _WIDTHS[:2] if only else _WIDTHS
+    if d != dv or d not in widths:
+        return no(f"head widths D = Dv of {', '.join(map(str, widths))}; they are {d} and {dv}")
     if problem.present & _BEYOND:
         return no("no bias, candidates, context or request sharing")
     return _dialect()
@@ -148,7 +149,7 @@ def specs() -> list[KernelSpec]:
     found = [KernelSpec(op, "hopper", forward, backward, supports, _MEASURED) for op in ("jagged_attention", "gdpa")]
     for op in ("jagged_attention", "gdpa"):
         only = partial(forward, only=True), partial(backward, only=True)
-        found.append(KernelSpec(op, "hopper-only", *only, supports, _FORCED))
+        found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
     found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, PRIORITY))
     return found

@@ -2,8 +2,8 @@
 
 A folded activation returns f(x) / gain(f): the constant goes into the epilogue's scale (the GELU family computes x + x·t instead of
 0.5·x·(1 + t), one instruction less a score). ``gain`` is 1 where nothing is folded. ``FAST`` 1 (NVIDIA, half-precision tensors) allows the
-hardware tanh (within the erf of GELU too), whose absolute error of 2⁻¹¹ is below the rounding of P, 2 (bf16 tensors) also packed bf16
-arithmetic where the activation names it; everything else computes the exact form in fp32.
+hardware tanh (within the erf of GELU too), whose absolute error of 2⁻¹¹ is below the rounding of P, and reciprocal; 2 (bf16 tensors) also
+packed bf16 arithmetic where the activation names it. Everything else computes the exact form in fp32.
 Formulas: `gem_core.ops.activations`; the tanh form of GELU after Hendrycks and Gimpel, arXiv 1606.08415.
 """
 

@@ -26,7 +26,7 @@ from gem_core.config import Config, load_config
 from gem_core.errors import GemError, RunError
 from gem_core.train.contract import Callback, RunInfo
 
-WARMUP = 20
+WARMUP = 30
 """Steps at the start that count nowhere: kernels are compiled, allocators fill."""
 
 INTERVAL_S = 60.0
@@ -78,7 +78,7 @@ def costs(ends: Sequence[float], saves: Sequence[Mapping[str, Any]]) -> dict[str
     """``ends[i]``: the clock after step i + 1. ``saves``: ``step`` that saves, ``seen_after`` (the step after which the checkpoint was
     known to be published), ``stall_s``, ``bytes``.
 
-    ``step_ms``: the mean step that no checkpoint touches. Of each save also ``step_ms`` while the writer ran (the ones around the
+    ``step_ms``: the median step that no checkpoint touches. Of each save also ``step_ms`` while the writer ran (the ones around the
     stall left out), ``writing_s``, ``lost_s`` and ``share``: ``lost_s`` over `INTERVAL_S`.
 
     :raises RunError: a checkpoint was not published before the next one or the end, so nothing was apart from it.
@@ -89,7 +89,7 @@ def costs(ends: Sequence[float], saves: Sequence[Mapping[str, Any]]) -> dict[str
     touched = {i for s in saves for i in range(s["step"] - 1, s["seen_after"] + 1)}
     steps = {i: ends[i] - ends[i - 1] for i in range(1, len(ends))}
     alone = [seconds for i, seconds in steps.items() if i >= WARMUP and i not in touched]
-    pace = statistics.mean(alone)
+    pace = statistics.median(alone)
     rows = []
     for save in saves:
         first, last = save["step"] - 1, save["seen_after"]

@@ -214,8 +214,6 @@ class Trainer:
         schedule, info = self.config.train.schedule, self.info
         self.parts.module.train()
         self.meter.mark(None)
-        if self.config.train.checkpoint_every is not None:
-            self.saver.prepare(self._tensors())
         for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
             self.meter.mark("data")
             self._begin_partition(batches[0])
@@ -249,6 +247,8 @@ class Trainer:
         saves = train.checkpoint_every is not None and step % train.checkpoint_every == 0
         if "kernels" not in self.header:
             self._complete_header(batches[0])
+            if train.checkpoint_every is not None:
+                self.saver.prepare(self._tensors())
         stopping = self._take(self.outcomes.ready(all=logs or evaluates or saves))
         self._saved(self.saver.finished())
         self._each("on_step", self._log_record(lr) if logs else None)

@@ -66,6 +66,7 @@ def main() -> None:
     p.add_argument("--set", dest="overrides", action="append", default=[])
     p.add_argument("--out", type=Path, required=True)
     args = p.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     cluster = load_cluster(args.cluster)
     work = workload_of(configuration(args.preset, args.overrides), args.preset, None, 4096)
     rows = []

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gem_core
-from gem_core import plugins
+from gem_core import ops, plugins
 from gem_core.cli import main
 from gem_core.config import config_from_dict
 from gem_core.config.features import Features
@@ -24,9 +25,12 @@ from gem_core.export.graph import trace
 from gem_core.export.package import export_run
 from gem_core.model.base import RankingModel
 from gem_core.model.tables import sparse_group
+from gem_core.ops.contracts import contracts
 from gem_core.plugins import manager
 from gem_core.sources.planted import DENSE
 from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource, synthetic_features
+from gem_core.testing.kernel_cases import Draw, cases
+from gem_core.testing.kernels import bound, compare, flat
 from gem_core.train.offline import loaded_run
 from gem_core.train.predict import predictor
 
@@ -222,9 +226,37 @@ def test_a_program_for_a_gpu_gives_what_the_cpu_gives():
 
 
 def test_every_op_has_a_plain_form():
-    from gem_core.ops.contracts import contracts
-
     assert {str(op).split(".")[1] for op in traceable.table()} == set(contracts())
+
+
+class Plain(TorchDispatchMode):
+    """Every op of the core by its plain form."""
+
+    forms = traceable.table()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.forms.get(func, func)(*args, **(kwargs or {}))
+
+
+# Models repeat requests, and the graph adds rows: neither sharing nor batches without rows come up.
+FORMS = [(op, case) for op in contracts() for case in cases(op) if not any(w in case for w in ("sharing", "no rows", "empty batch"))]
+
+
+@pytest.mark.parametrize(("op", "case"), FORMS)
+def test_plain_forms_give_the_references_results(op: str, case: str):
+    call = cases(op)[case](Draw(torch.float32, "cpu"))
+    plain = {"return_lse": False} if op == "jagged_attention" else {}
+    public = getattr(ops, op)
+    double = {n: t.double() for n, t in call.tensors.items()}
+    with torch.no_grad():
+        want = flat(public(**{**call.arguments(double), **plain}, backend=ops.REFERENCE))
+        with Plain():
+            found = flat(public(**{**call.arguments(call.tensors), **plain}))
+    assert len(found) == len(want)
+    for got, expected in zip(found, want):
+        compare(got, expected, bound(torch.float32, False), op)
+    if call.out_slack is not None:
+        assert not found[0][call.out_slack :].any()
 
 
 def test_what_cannot_be_exported_is_refused():

@@ -17,6 +17,9 @@ from gem_core.errors import PluginError
 from gem_core.hookspecs import MetricSpec, hookimpl
 from gem_core.plugins import PluginManager, PluginWarning
 
+CORE = ["mlflow", "wandb"]
+"""Callbacks that the core offers."""
+
 GOOD = """
     from gem_core import CallbackSpec, FrozenConfig, hookimpl
 
@@ -75,7 +78,7 @@ def load(site: Path) -> Load:
 def test_offers_and_status_of_a_sound_plugin(install: Install, load: Load):
     install("acme", GOOD.format(name="bell"))
     manager = load()
-    assert [spec.name for spec in manager.offers("callback")] == ["bell"]
+    assert [spec.name for spec in manager.offers("callback")] == [*CORE, "bell"]
     assert manager.find("callback", "bell").config_type().size == 3
     assert manager.distribution_of("callback", "bell") == "acme"
     assert manager.active() == {"gem-core": metadata.version("gem-core"), "acme": "1.2"}
@@ -102,7 +105,7 @@ def test_nothing_is_collected_before_it_is_asked_for(install: Install, load: Loa
 
 def test_unknown_name_lists_what_there_is_and_the_nearest(install: Install, load: Load):
     install("acme", GOOD.format(name="bell"))
-    with pytest.raises(PluginError, match=r"no callback called 'bel'; there are: bell\n.*did you mean 'bell'\?"):
+    with pytest.raises(PluginError, match=r"no callback called 'bel'; there are: bell, mlflow, wandb\n.*did you mean 'bell'\?"):
         load().find("callback", "bel")
 
 
@@ -173,7 +176,7 @@ def test_a_broken_plugin_is_told_once_and_leaves_the_others_alone(install: Insta
     install("sound", GOOD.format(name="gong"))
     with warnings.catch_warnings(record=True, action="always") as told:
         manager = load()
-        assert [spec.name for spec in manager.offers("callback")] == ["gong"]
+        assert [spec.name for spec in manager.offers("callback")] == [*CORE, "gong"]
         manager.status()
     assert [w.category for w in told] == [PluginWarning]
     assert re.search(f"(?s)plug-in broken 1.2 cannot be used: .*{words}", str(told[0].message))
@@ -234,7 +237,7 @@ def test_two_distributions_with_one_offer(install: Install, load: Load):
     status = {s.name: s for s in manager.status()}
     assert (status["acme"].state, status["bolt"].state) == ("conflict", "conflict")
     assert "offered by acme too" in status["bolt"].reason
-    assert [spec.name for spec in load(disabled=["bolt"]).offers("callback")] == ["bell"]
+    assert [spec.name for spec in load(disabled=["bolt"]).offers("callback")] == [*CORE, "bell"]
 
 
 def test_an_offer_with_the_name_of_a_builtin(install: Install, load: Load):

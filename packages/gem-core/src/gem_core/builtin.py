@@ -5,7 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from gem_core.hookspecs import GEM_API, KernelSpec, LadderSpec, MetricSpec, ModelSpec, RecipeSpec, SourceSpec, StrategySpec, hookimpl
+from gem_core.hookspecs import (
+    GEM_API,
+    CallbackSpec,
+    KernelSpec,
+    LadderSpec,
+    MetricSpec,
+    ModelSpec,
+    RecipeSpec,
+    SourceSpec,
+    StrategySpec,
+    hookimpl,
+)
 
 
 def _offered(module: str, function: str = "builtin_specs") -> list[Any]:
@@ -13,7 +24,7 @@ def _offered(module: str, function: str = "builtin_specs") -> list[Any]:
 
 
 class BuiltinPlugin:
-    """Reference kernels, the models, the synthetic source, ``fp32``, ``single``, ``local`` and the metrics."""
+    """Reference kernels, the models, the synthetic source, ``fp32``, ``single``, ``local``, the trackers and the metrics."""
 
     gem_api = GEM_API
 
@@ -44,6 +55,10 @@ class BuiltinPlugin:
     @hookimpl
     def gem_ladders(self) -> list[LadderSpec]:
         return _offered("gem_core.bench.ladder")
+
+    @hookimpl
+    def gem_callbacks(self) -> list[CallbackSpec]:
+        return _offered("gem_core.train", "builtin_callbacks")
 
     @hookimpl
     def gem_metrics(self) -> list[MetricSpec]:

@@ -1,4 +1,5 @@
-"""Small charts as inline SVG: lines with an optional band or error bars, and a bar of shares. No script, no font, nothing fetched."""
+"""Small charts as inline SVG: lines with optional error bars, a histogram, a bar of shares, squares of ranks. No script, no font, nothing
+fetched."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass, field
 from html import escape
 
 COLOURS = ("#1f6feb", "#d1622b", "#2e8b57", "#8a4fbf", "#b8860b", "#c2255c", "#0b7285", "#5c636a")
-WIDTH, HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 14, 12, 40
+WIDTH, HEIGHT = 640, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 16, 30, 54
 MOST = 400
 """Points of a line; longer ones are thinned to means of neighbours."""
 
@@ -38,11 +39,9 @@ def lines(series: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
     for i, s in enumerate(shown):
         parts.append(_series(s, COLOURS[i % len(COLOURS)], ax, ay))
     legend = "".join(f"<span><i style='background:{COLOURS[i % len(COLOURS)]}'></i>{escape(s.name)}</span>" for i, s in enumerate(shown))
+    legend = f"<figcaption>{legend}</figcaption>" if len(shown) > 1 else ""
     title = escape(f"{y} by {x}: {', '.join(s.name for s in shown)}")
-    return (
-        f"<figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'><title>{title}</title>{''.join(parts)}</svg>"
-        f"<figcaption>{legend}</figcaption></figure>"
-    )
+    return f"<figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'><title>{title}</title>{''.join(parts)}</svg>{legend}</figure>"
 
 
 def shares(parts: Mapping[str, float], unit: str = "") -> str:
@@ -53,11 +52,47 @@ def shares(parts: Mapping[str, float], unit: str = "") -> str:
     drawn, legend, at = [], [], 0.0
     for i, (name, value) in enumerate(parts.items()):
         width, colour = value / total * WIDTH, COLOURS[i % len(COLOURS)]
-        text = f"{escape(name)}: {value / total:.1%} ({_number(value)}{unit})"
+        text = f"{escape(name)}: {value / total:.1%} ({number(value)}{unit})"
         drawn.append(f"<rect x='{at:.1f}' y='0' width='{width:.1f}' height='34' fill='{colour}'><title>{text}</title></rect>")
         legend.append(f"<span><i style='background:{colour}'></i>{text}</span>")
         at += width
     return f"<figure><svg viewBox='0 0 {WIDTH} 34' role='img'>{''.join(drawn)}</svg><figcaption>{''.join(legend)}</figcaption></figure>"
+
+
+def bars(heights: Mapping[str, float], *, x: str, y: str) -> str:
+    """A histogram: a bar each, named below it; every second name where there are many."""
+    if not any(heights.values()):
+        return "<p class='none'>Nothing was recorded.</p>"
+    axis = _Axis(0, max(heights.values()), HEIGHT - _BOTTOM, _TOP, False)
+    width = (WIDTH - _LEFT - _RIGHT) / len(heights)
+    parts = []
+    for tick in axis.ticks:
+        at = axis(tick)
+        parts.append(f"<line class='g' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}'/>")
+        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{number(tick)}</text>")
+    every = max(1, math.ceil(max(len(name) for name in heights) * 11 / width))
+    for i, (name, height) in enumerate(heights.items()):
+        left, top = _LEFT + i * width, axis(height)
+        title = f"<title>{escape(name)}: {number(height)}</title>"
+        at = f"x='{left + width * 0.08:.1f}' y='{top:.1f}' width='{width * 0.84:.1f}' height='{HEIGHT - _BOTTOM - top:.1f}'"
+        parts.append(f"<rect {at} fill='{COLOURS[0]}'>{title}</rect>")
+        if i % every == 0:
+            parts.append(f"<text x='{left + width / 2:.1f}' y='{HEIGHT - _BOTTOM + 20}' text-anchor='middle'>{escape(name)}</text>")
+    parts.append(_names(x, y))
+    return f"<figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'><title>{escape(f'{y} by {x}')}</title>{''.join(parts)}</svg></figure>"
+
+
+def mesh(rows: Sequence[Sequence[tuple[str, int]]]) -> str:
+    """Squares in rows, each with its text, coloured by its number."""
+    size, most = 44, max(len(row) for row in rows)
+    parts = []
+    for j, row in enumerate(rows):
+        for i, (text, number) in enumerate(row):
+            colour = COLOURS[number % len(COLOURS)]
+            parts.append(f"<rect x='{i * size + 2}' y='{j * size + 2}' width='{size - 4}' height='{size - 4}' rx='5' fill='{colour}'/>")
+            parts.append(f"<text class='in' x='{(i + 0.5) * size}' y='{(j + 0.5) * size + 5}' text-anchor='middle'>{escape(text)}</text>")
+    box = f"viewBox='0 0 {most * size} {len(rows) * size}' style='max-width:{most * size}px'"
+    return f"<figure><svg {box} role='img'><title>ranks</title>{''.join(parts)}</svg></figure>"
 
 
 class _Axis:
@@ -91,14 +126,19 @@ def _grid(ax: _Axis, ay: _Axis, x: str, y: str) -> str:
     for tick in ay.ticks:
         at = ay(tick)
         parts.append(f"<line class='g' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}'/>")
-        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{_number(tick)}</text>")
+        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{number(tick)}</text>")
     for tick in ax.ticks:
         at = ax(tick)
         parts.append(f"<line class='g' x1='{at:.1f}' x2='{at:.1f}' y1='{_TOP}' y2='{HEIGHT - _BOTTOM}'/>")
-        parts.append(f"<text x='{at:.1f}' y='{HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{_number(tick)}</text>")
-    parts.append(f"<text x='{WIDTH - _RIGHT}' y='{HEIGHT - 6}' text-anchor='end'>{escape(x)}</text>")
-    parts.append(f"<text x='4' y='{HEIGHT - 6}'>{escape(y)}</text>")
+        parts.append(f"<text x='{at:.1f}' y='{HEIGHT - _BOTTOM + 20}' text-anchor='middle'>{number(tick)}</text>")
+    parts.append(_names(x, y))
     return "".join(parts)
+
+
+def _names(x: str, y: str) -> str:
+    """What the axes are of: x below its end, y above its top."""
+    below = f"<text x='{WIDTH - _RIGHT}' y='{HEIGHT - 5}' text-anchor='end'>{escape(x)}</text>"
+    return f"{below}<text x='4' y='14'>{escape(y)}</text>"
 
 
 def _series(s: Line, colour: str, ax: _Axis, ay: _Axis) -> str:
@@ -111,7 +151,7 @@ def _series(s: Line, colour: str, ax: _Axis, ay: _Axis) -> str:
         parts.append(f"<line {at} stroke='{colour}' stroke-width='1.2'/>")
     if s.marks or len(s.points) == 1:
         parts += [
-            f"<circle cx='{ax(a):.1f}' cy='{ay(b):.1f}' r='3' fill='{colour}'><title>{_number(a)}, {_number(b)}</title></circle>"
+            f"<circle cx='{ax(a):.1f}' cy='{ay(b):.1f}' r='3' fill='{colour}'><title>{number(a)}, {number(b)}</title></circle>"
             for a, b in s.points
         ]
     return "".join(parts)
@@ -127,7 +167,8 @@ def _thinned(s: Line, log: bool) -> Line:
     return Line(s.name, points, bars, s.marks, s.dashed)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Four digits, short."""
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.2g}"
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

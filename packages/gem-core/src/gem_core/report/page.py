@@ -16,18 +16,22 @@ h3{font-size:1rem;margin:1.2rem 0 .3rem}nav{display:flex;flex-wrap:wrap;gap:.3re
 td,th{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}.pairs td{text-align:left;white-space:normal;overflow-wrap:break-word}
 .pairs td:first-child{vertical-align:top;min-width:7rem}.pairs{table-layout:auto;max-width:100%}
-figure{margin:.4rem 0}svg{width:100%;height:auto;display:block}svg text{font-size:12px;fill:currentColor}.g{stroke:var(--line)}
+figure{margin:.4rem 0;max-width:44rem}svg{width:100%;height:auto;display:block}
+svg text{font-size:13px;fill:currentColor}svg text.in{fill:#fff;font-size:15px}.g{stroke:var(--line)}
 figcaption{display:flex;flex-wrap:wrap;gap:.2rem 1rem;font-size:.9rem}
 figcaption i{display:inline-block;width:.8em;height:.8em;margin-right:.35em}
-@media(max-width:36rem){svg text{font-size:19px}td,th{padding:.25rem .4rem}.pairs td{word-break:break-word}}
+@media(max-width:36rem){svg text{font-size:19px}td,th{padding:.25rem .4rem}.pairs{table-layout:fixed;width:100%}
+.pairs td:first-child{width:36%}.pairs td{overflow-wrap:anywhere}
+.grid td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:7rem}
+.grid td,.grid th{white-space:normal;overflow-wrap:break-word;padding:.25rem .3rem;font-size:.92rem}}
 pre{overflow-x:auto;background:var(--soft);padding:.8rem;font-size:.85rem}.none{opacity:.7}
 """
 
 
-def page(run: Run) -> str:
-    """The HTML of the report."""
-    made = [section for build in SECTIONS if (section := build(run)) is not None]
-    name = escape(str(run.header.get("name") or run.path.name))
+def page(*runs: Run) -> str:
+    """The HTML of the report of the first run, the others compared with it."""
+    made = [section for build in SECTIONS if (section := build(runs)) is not None]
+    name = " and ".join(escape(run.label) for run in runs)
     links = "".join(f"<a href='#{_anchor(title)}'>{escape(title)}</a>" for title, _ in made)
     body = "".join(f"<section id='{_anchor(title)}'><h2>{escape(title)}</h2>{text}</section>" for title, text in made)
     head = (

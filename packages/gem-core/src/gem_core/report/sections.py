@@ -1,202 +1,258 @@
-"""The sections of a report, each a function from a `Run` to a title and HTML, or to None where the run has nothing of the kind.
+"""What a run learnt: overview, differences, results, losses, evaluations, calibration, guard, model, software, configuration.
 
-A further section is one more function in `SECTIONS`.
+A section is a function from the runs of a report (the first is its own, the others are compared with it) to a title and HTML, or to None
+where they have nothing of the kind. Those about machines are in `gem_core.report.machine`; a further section is one more function in
+`SECTIONS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from gem_core.report.charts import Line, lines, shares
+from gem_core.report import html, machine
+from gem_core.report.charts import Line, lines
+from gem_core.report.machine import Section, over_steps
 from gem_core.report.run import Inspection, Run
 
-Section = tuple[str, str]
-PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s", "checkpoint_s")
+NAMES = {"bayes_ne": "Bayes NE", "ne": "NE", "auc": "AUC", "gauc": "GAUC", "logloss": "log loss"}
 
 
-def overview(run: Run) -> Section:
-    s, h = run.summary, run.header
-    rows = [
-        ("model", h.get("model", run.config.model.name)),
-        ("state", s.get("status", "not finished")),
-        ("steps", _count(s.get("steps", run.steps[-1]["step"] if run.steps else None))),
-        ("samples", _count(s.get("samples", run.steps[-1]["samples"] if run.steps else None))),
-        ("wall time", _clock(s.get("wall_s"))),
-        ("device", f"{h.get('device', 'unknown')} x {h.get('world', 1)}"),
-        ("peak memory", f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB" if s.get("peak_memory_bytes") else "unknown"),
-        ("started", h.get("started", "unknown")),
-        ("command", " ".join(map(str, h.get("command", ())))),
-    ]
-    return "Overview", _pairs(rows)
+def overview(runs: Sequence[Run]) -> Section:
+    if len(runs) > 1:
+        rows = [_facts(run) for run in runs]
+        head = ["", *(run.label for run in runs)]
+        return "Overview", html.table(head, [[key, *(str(facts[key]) for facts in rows)] for key in rows[0] if key != "command"])
+    return "Overview", html.pairs(_facts(runs[0]).items())
 
 
-def results(run: Run) -> Section | None:
+def _facts(run: Run) -> dict[str, Any]:
+    s, h, last = run.summary, run.header, run.steps[-1] if run.steps else {}
+    device = f"{h.get('device', 'unknown')}" + (f" x {h['world']}" if h.get("world", 1) != 1 else "")
+    return {
+        "model": h.get("model", run.config.model.name),
+        "state": s.get("status", "not finished"),
+        "steps": html.count(s.get("steps", last.get("step"))),
+        "samples": html.count(s.get("samples", last.get("samples"))),
+        "wall time": html.clock(s.get("wall_s", last.get("time"))),
+        "device": device,
+        "peak memory": html.gib(s.get("peak_memory_bytes") or last.get("memory_bytes")),
+        "started": h.get("started", "unknown"),
+        "command": " ".join(map(str, h.get("command", ()))),
+    }
+
+
+def differences(runs: Sequence[Run]) -> Section | None:
+    """Results of every run beside those of the first, and the keys of the configurations that differ."""
+    if len(runs) < 2:
+        return None
+    rows = []
+    first = _numbers(runs[0])
+    every = dict.fromkeys(key for run in runs for key in _numbers(run))
+    for key in every:
+        cells = [key]
+        for i, run in enumerate(runs):
+            number = _numbers(run).get(key)
+            text = "undefined" if number is None else f"{number:,.5g}"
+            if i and number is not None and first.get(key):
+                text += f" ({number / first[key] - 1:+.2%})"
+            cells.append(text)
+        rows.append(cells)
+    text = html.table(["", *(run.label for run in runs)], rows)
+    text += html.note(f"In brackets: the change against {runs[0].label}. Throughput and MFU are medians over the log windows.")
+    flat = [_flat(run.config.model_dump(mode="json", exclude={"plan"})) for run in runs]
+    keys = [key for key in sorted({k for f in flat for k in f}) if len({str(f.get(key)) for f in flat}) > 1]
+    changed = [[key, *(_short(f.get(key)) for f in flat)] for key in keys]
+    told = html.table(["key", *(run.label for run in runs)], changed) if changed else html.nothing("The configurations are equal.")
+    return "Differences", text + html.part("Configuration", told)
+
+
+def _numbers(run: Run) -> dict[str, float]:
+    found: dict[str, float | None] = {}
+    for task, metrics in run.summary.get("tasks", {}).items():
+        found |= {f"{task} {NAMES.get(name, name)}": value for name, value in metrics.items() if name != "bayes_ne"}
+    loss = [r["loss"] for r in run.steps if r.get("loss") is not None]
+    found["last training loss"] = loss[-1] if loss else None
+    for name, key in (("samples/s", "samples_per_s"), ("MFU", "mfu"), ("share of time waiting for data", "data_wait")):
+        found[name] = machine.median(run.steps, key)
+    memory = run.summary.get("peak_memory_bytes")
+    found["peak memory, GiB"] = memory / 2**30 if memory else None
+    found["wall time, s"] = run.summary.get("wall_s")
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _flat(config: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(config, Mapping) and config:
+        return {k: v for name, inner in config.items() for k, v in _flat(inner, f"{path}.{name}" if path else str(name)).items()}
+    return {path: config}
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def results(runs: Sequence[Run]) -> Section | None:
+    run = runs[0]
     tasks, undefined = run.summary.get("tasks", {}), run.summary.get("undefined", {})
     if not tasks:
         return None
     names = list(dict.fromkeys(m for metrics in tasks.values() for m in metrics))
-    rows = [[task, *(_value(metrics.get(m)) for m in names)] for task, metrics in tasks.items()]
+    rows = [[task, *(html.value(metrics.get(m)) for m in names)] for task, metrics in tasks.items()]
     reasons = [f"{t}.{m}: {why}" for t, found in undefined.items() for m, why in found.items() if m in names and why]
-    shown = {"bayes_ne": "Bayes NE", "ne": "NE", "auc": "AUC", "gauc": "GAUC"}
-    text = _table(["task", *(shown.get(m, m) for m in names)], rows)
+    text = html.table(["task", *(NAMES.get(m, m) for m in names)], rows)
     if reasons:
-        text += "<p>Undefined: " + "; ".join(map(escape, reasons)) + ".</p>"
-    step = run.summary.get("evaluated_step")
-    samples = run.summary.get("eval_samples")
-    return "Results", text + (f"<p>Step {step:,}, {samples:,} evaluation samples.</p>" if step and samples else "")
+        text += html.note(f"Undefined: {'; '.join(reasons)}.")
+    step, samples = run.summary.get("evaluated_step"), run.summary.get("eval_samples")
+    return "Results", text + (html.note(f"Step {step:,}, {samples:,} evaluation samples.") if step and samples else "")
 
 
-def losses(run: Run) -> Section | None:
-    if not run.steps:
+def losses(runs: Sequence[Run]) -> Section | None:
+    if not any(run.steps for run in runs):
         return None
-    text = "<h3>Training loss</h3>" + lines([Line("loss", _column(run.steps, "loss"))], x="step", y="loss")
-    text += "<h3>Learning rate and gradient norm</h3>" + lines([Line("learning rate", _column(run.steps, "lr"))], x="step", y="rate")
-    text += lines([Line("gradient norm", _column(run.steps, "grad_norm"))], x="step", y="norm")
-    skipped = sum(int(r.get("skipped") or 0) for r in run.steps)
-    return "Losses", text + (f"<p>{skipped:,} steps were skipped for a non-finite loss.</p>" if skipped else "")
+    text = html.part("Training loss", over_steps(runs, "loss", "loss"))
+    text += html.part("Learning rate", over_steps(runs, "lr", "learning rate"))
+    text += html.part("Gradient norm", over_steps(runs, "grad_norm", "gradient norm"))
+    for run in runs:
+        skipped = max((int(r.get("skipped") or 0) for r in run.steps), default=0)
+        if skipped:
+            text += html.note(f"{run.label}: {skipped:,} steps were skipped for a non-finite loss.")
+    return "Losses", text
 
 
-def metrics(run: Run) -> Section | None:
-    names = list(dict.fromkeys(m for e in run.evals for found in e["tasks"].values() for m in found if m != "bayes_ne"))
+def evaluations(runs: Sequence[Run]) -> Section | None:
+    names = list(dict.fromkeys(m for run in runs for e in run.evals for found in e["tasks"].values() for m in found if m != "bayes_ne"))
     parts = []
     for name in names:
-        series = [Line(task, _metric(run, task, name), marks=True) for task in _tasks(run)]
-        if name == "ne":
-            series += [Line(f"{task}, Bayes", _metric(run, task, "bayes_ne"), dashed=True) for task in _tasks(run)]
-        if any(s.points for s in series):
-            parts.append(f"<h3>{escape(name)}</h3>" + lines(series, x="step", y=name))
+        title = NAMES.get(name, name)
+        for tasks in [[t] for t in _tasks(runs)] if len(runs) > 1 else [_tasks(runs)]:
+            series = [Line(run.label if len(runs) > 1 else t, _metric(run, t, name), marks=True) for t in tasks for run in runs]
+            if name == "ne":
+                series += [Line(f"{t}, Bayes" if len(runs) == 1 else "Bayes", _metric(runs[0], t, "bayes_ne"), dashed=True) for t in tasks]
+            if any(s.points for s in series):
+                parts.append(html.part(f"{title} of {tasks[0]}" if len(runs) > 1 else title, lines(series, x="step", y=title)))
     return ("Evaluations", "".join(parts)) if parts else None
 
 
-def calibration(run: Run) -> Section:
-    title, found = "Calibration", run.inspection
-    if isinstance(found, str):
-        return title, f"<p class='none'>The curve is {escape(found)}.</p>"
-    if not found.calibration:
-        return title, "<p class='none'>A model that ranks items has no calibration.</p>"
-    parts = []
-    for task, points in found.calibration.items():
-        if not points:
-            parts.append(f"<h3>{escape(task)}</h3><p class='none'>No row of the evaluation set counts for this task.</p>")
+def calibration(runs: Sequence[Run]) -> Section:
+    title, found = "Calibration", [(run, run.inspection) for run in runs]
+    known = [(run, inspection) for run, inspection in found if isinstance(inspection, Inspection)]
+    text = "".join(
+        html.nothing(f"The curve{f' of {run.label}' if len(runs) > 1 else ''} is {reason}.")
+        for run, reason in found
+        if isinstance(reason, str)
+    )
+    if known and not any(inspection.calibration for _, inspection in known):
+        return title, text + html.nothing("A model that ranks items has no calibration.")
+    for task in dict.fromkeys(t for _, inspection in known for t in inspection.calibration):
+        series, ends = [], []
+        for run, inspection in known:
+            points = inspection.calibration.get(task, ())
+            ends += [v for p in points for v in (p.predicted, p.observed) if v > 0]
+            name = run.label if len(known) > 1 else "observed rate, 95 % interval"
+            series.append(Line(name, [(p.predicted, p.observed) for p in points], [(p.low, p.high) for p in points], marks=True))
+        if not any(s.points for s in series):
+            text += html.part(task, html.nothing("No row of the evaluation set counts for this task."))
             continue
-        pairs = [(p.predicted, p.observed) for p in points]
-        ends = [v for pair in pairs for v in pair if v > 0]
-        series = [
-            Line("observed rate, 95 % interval", pairs, [(p.low, p.high) for p in points], marks=True),
-            Line("perfect", [(min(ends), min(ends)), (max(ends), max(ends))] if ends else [], dashed=True),
-        ]
-        chart = lines(series, x="mean prediction of the group", y="rate", log=True)
-        parts.append(f"<h3>{escape(task)}</h3>{chart}")
-    groups = "groups of about equal weight, by prediction; both axes logarithmic"
-    return title, "".join(parts) + f"<p>Step {found.step:,}, {found.samples:,} evaluation samples in {groups}.</p>"
+        series.append(Line("perfect", [(min(ends), min(ends)), (max(ends), max(ends))] if ends else [], dashed=True))
+        text += html.part(task, lines(series, x="mean prediction of the group", y="rate", log=True))
+    for run, inspection in known:
+        name = f"{run.label}: step" if len(runs) > 1 else "Step"
+        text += html.note(
+            f"{name} {inspection.step:,}, {inspection.samples:,} evaluation samples in groups of about equal weight, by "
+            "prediction; both axes logarithmic."
+        )
+    return title, text
 
 
-def speed(run: Run) -> Section | None:
-    if not run.steps:
-        return None
-    text = "<h3>Throughput</h3>" + lines([Line("samples a second", _column(run.steps, "samples_per_s"))], x="step", y="samples/s")
-    if any(r.get("mfu") is not None for r in run.steps):
-        text += "<h3>Model FLOPs utilisation</h3>" + lines([Line("MFU", _column(run.steps, "mfu"))], x="step", y="MFU")
-    else:
-        text += f"<p>MFU is not given: {escape(str((run.header.get('mfu_peak') or {}).get('reason') or 'no peak is known'))}.</p>"
-    spent = {phase.removesuffix("_s"): _total(run.steps, phase) for phase in PHASES}
-    text += "<h3>Where a step's time goes</h3>" + shares({k: v for k, v in spent.items() if v > 0}, " s a step")
-    waits = [r["data_wait"] for r in run.steps if r.get("data_wait") is not None]
-    if waits:
-        text += f"<p>The training waited for data {sum(waits) / len(waits):.1%} of the time.</p>"
-    return "Speed", text
+def guard(runs: Sequence[Run]) -> Section | None:
+    """Decisions of the numerics guard."""
+    shown = [run for run in runs if run.decisions or (run.header.get("precision") or {}).get("recipe", "fp32") not in ("fp32", "bf16")]
+    text = ""
+    for run in shown:
+        keys = list(dict.fromkeys(k for d in run.decisions for k in d))
+        rows = [[_short(d.get(k)) if d.get(k) is not None else "" for k in keys] for d in run.decisions[:200]]
+        told = html.table(keys, rows) if rows else html.nothing("The guard of this run decided nothing.")
+        if len(run.decisions) > 200:
+            told += html.note(f"The first 200 of {len(run.decisions):,} decisions.")
+        text += html.part(run.label, told) if len(runs) > 1 else told
+    return ("Guard", text) if shown else None
 
 
-def model(run: Run) -> Section:
-    counts = run.header.get("parameters", {})
-    rows = [("parameters, tables", _count(counts.get("sparse"))), ("parameters, dense", _count(counts.get("dense")))]
-    flops = run.header.get("flops_per_sample")
-    if flops:
-        rows.append(("FLOPs of a training step a sample", f"{flops:,.0f}"))
-    text, found = _pairs(rows), run.inspection
+def model(runs: Sequence[Run]) -> Section:
+    text = ""
+    for run in runs:
+        counts = run.header.get("parameters", {})
+        rows = [("parameters, tables", html.count(counts.get("sparse"))), ("parameters, dense", html.count(counts.get("dense")))]
+        flops = run.header.get("flops_per_sample")
+        if flops:
+            rows.append(("FLOPs of a training step a sample", f"{flops:,.0f}"))
+        text += html.part(run.label, html.pairs(rows)) if len(runs) > 1 else html.pairs(rows)
+    found = runs[0].inspection
     if isinstance(found, Inspection):
         if found.parameters:
-            table = _table(["module", "parameters"], [[part, f"{n:,}"] for part, n in found.parameters.items()])
-            text += "<h3>Parameters by module</h3>" + table
+            table = html.table(["module", "parameters"], [[part, f"{n:,}"] for part, n in found.parameters.items()])
+            text += html.part("Parameters by module", table)
         if found.flops:
             total = sum(found.flops.values()) or 1.0
             parts = [[part, f"{n:,.0f}", f"{n / total:.1%}"] for part, n in found.flops.items()]
-            text += "<h3>FLOPs by part</h3>" + _table(["part", "FLOPs a sample", "share"], parts)
-            text += "<p>Of a training step, forward and backward, on the first evaluation batch.</p>"
+            text += html.part("FLOPs by part", html.table(["part", "FLOPs a sample", "share"], parts))
+            text += html.note("Of a training step, forward and backward, on the first evaluation batch.")
     return "Model", text
 
 
-def software(run: Run) -> Section | None:
-    h = run.header
-    if not h:
-        return None
-    rows = [*h.get("versions", {}).items(), ("commit", h.get("commit") or "outside a repository"), ("host", h.get("host", "unknown"))]
-    text = _pairs(rows) + "<h3>Plug-ins</h3>" + _pairs(h.get("plugins", {}).items())
-    sites = (h.get("precision") or {}).get("sites", {})
-    text += "<h3>Precision</h3>" + _pairs([("recipe", (h.get("precision") or {}).get("recipe", "fp32")), *sites.items()])
-    if h.get("kernels"):
-        text += "<h3>Kernels</h3><ul>" + "".join(f"<li>{escape(str(k))}</li>" for k in h["kernels"]) + "</ul>"
-    return "Software", text
+def software(runs: Sequence[Run]) -> Section | None:
+    text = ""
+    for run in runs:
+        h = run.header
+        if not h:
+            continue
+        rows = [*h.get("versions", {}).items(), ("commit", h.get("commit") or "outside a repository"), ("host", h.get("host", "unknown"))]
+        sites = (h.get("precision") or {}).get("sites", {})
+        told = html.pairs(rows) + html.part("Plug-ins", html.pairs(h.get("plugins", {}).items()))
+        told += html.part("Precision", html.pairs([("recipe", (h.get("precision") or {}).get("recipe", "fp32")), *sites.items()]))
+        if h.get("kernels"):
+            told += html.part("Kernels", "<ul>" + "".join(f"<li>{escape(str(k))}</li>" for k in h["kernels"]) + "</ul>")
+        text += f"<details><summary>{escape(run.label)}</summary>{told}</details>" if len(runs) > 1 else told
+    return ("Software", text) if text else None
 
 
-def configuration(run: Run) -> Section:
-    return "Configuration", f"<details><summary>config.toml</summary><pre>{escape(run.text)}</pre></details>"
+def configuration(runs: Sequence[Run]) -> Section:
+    text = html.folded("config.toml", runs[0].text)
+    for run in runs[1:]:
+        changes = "\n".join(
+            difflib.unified_diff(runs[0].text.splitlines(), run.text.splitlines(), runs[0].label, run.label, lineterm="", n=1)
+        )
+        text += html.folded(f"{run.label}: what differs", changes or "nothing")
+    return "Configuration", text
 
 
-SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
+SECTIONS: tuple[Callable[[Sequence[Run]], Section | None], ...] = (
     overview,
+    differences,
     results,
     losses,
-    metrics,
+    evaluations,
     calibration,
-    speed,
+    machine.speed,
+    machine.memory,
+    machine.data,
+    machine.ranks,
+    machine.communication,
+    machine.plan,
+    guard,
     model,
     software,
     configuration,
 )
 
 
-def _tasks(run: Run) -> list[str]:
-    return list(dict.fromkeys(task for e in run.evals for task in e["tasks"]))
+def _tasks(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(task for run in runs for e in run.evals for task in e["tasks"]))
 
 
 def _metric(run: Run, task: str, name: str) -> list[tuple[float, float]]:
     found = ((float(e["step"]), e["tasks"].get(task, {}).get(name)) for e in run.evals)
     return [(step, float(value)) for step, value in found if value is not None]
-
-
-def _column(records: Sequence[Any], name: str) -> list[tuple[float, float]]:
-    return [(float(r["step"]), float(r[name])) for r in records if r.get(name) is not None]
-
-
-def _total(records: Sequence[Any], name: str) -> float:
-    values = [float(r[name]) for r in records if r.get(name) is not None]
-    return sum(values) / len(values) if values else 0.0
-
-
-def _value(value: Any) -> str:
-    return "undefined" if value is None else f"{value:.5f}" if isinstance(value, int | float) else str(value)
-
-
-def _count(value: Any) -> str:
-    return "unknown" if value is None else f"{value:,}"
-
-
-def _clock(seconds: Any) -> str:
-    if seconds is None:
-        return "unknown"
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
-def _pairs(rows: Iterable[tuple[Any, Any]]) -> str:
-    return _table(None, [[str(k), str(v)] for k, v in rows])
-
-
-def _table(head: list[str] | None, rows: list[list[str]]) -> str:
-    top = "" if head is None else "<tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>"
-    kind = "pairs" if head is None else "grid"
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<div class='wide'><table class='{kind}'>{top}{body}</table></div>"

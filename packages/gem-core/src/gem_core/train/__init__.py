@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from gem_core.hookspecs import RecipeSpec, StrategySpec
+from gem_core.hookspecs import CallbackSpec, RecipeSpec, StrategySpec
 
 if TYPE_CHECKING:
     from gem_core.config import Config
@@ -37,6 +37,16 @@ def builtin_sparse_strategies() -> list[StrategySpec]:
     from gem_core.train import builtin
 
     return [StrategySpec("local", builtin.LocalConfig, builtin.local)]
+
+
+def builtin_callbacks() -> list[CallbackSpec]:
+    """What the core offers through ``gem_callbacks``."""
+    from gem_core.train import trackers
+
+    return [
+        CallbackSpec("mlflow", trackers.MLflowConfig, trackers.MLflow),
+        CallbackSpec("wandb", trackers.WandbConfig, trackers.Wandb),
+    ]
 
 
 def quickstart_path() -> Path:

@@ -71,7 +71,7 @@ def inputs_of(features: Features, tables: TableSet) -> list[Input]:
                     k = looked_up[path]
                     found.append(Input(path, "events", "float32", (tables.table(k.table).dim,), name, path, k.table, spec.pooling))
             else:
-                found.append(Input(path, "events", "float32", (spec.dim,) if spec.kind == "vector" else (), name, path))
+                found.append(Input(path, "events", "float32", (spec.dim or 0,) if spec.kind == "vector" else (), name, path))
         if group.timestamps is not None:
             found.append(Input(f"sequences.{name}.timestamps", "events", "int64", (), name))
     if features.timestamp is not None:

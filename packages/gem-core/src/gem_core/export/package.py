@@ -77,7 +77,7 @@ def export_run(
         raise ConfigError("there is no GPU here", where="--device cuda", fix="export on a machine with one, or with --device cpu")
     where = torch.device(device)
     model = _model(config, checkpoint, where)
-    features = model.inputs if isinstance(model, Retrieval) else config.features
+    features = getattr(model, "inputs", config.features)
     program, inputs = trace(model, features, where)
     folder = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(folder, ignore_errors=True)

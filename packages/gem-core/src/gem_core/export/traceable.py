@@ -150,18 +150,18 @@ class _Attention:
         scores = scale * (self.q @ self.k.transpose(2, 3))
         position = self.t["bias_position"]
         if position is None:
-            return scores
+            return scores  # type: ignore[no-any-return]
         radius = (position.shape[1] - 1) // 2
         q_pos, k_pos, _, _ = self.positions()
         shift = (k_pos[:, None, :] - q_pos[:, :, None]).clamp(-radius, radius) + radius
         scores = scores + position.to(self.dtype)[:, shift].transpose(0, 1)
         time = self.t["bias_time"]
         if time is None:
-            return scores
+            return scores  # type: ignore[no-any-return]
         q_times, _ = _padded(self.t["bias_q_times"], self.q_offsets, self.q.shape[2])
         k_times, _ = _padded(self.t["bias_k_times"], self.k_offsets, self.k.shape[2])
         gap = torch.bucketize((q_times[:, :, None] - k_times[:, None, :]).abs(), self.t["bias_time_edges"], right=True)
-        return scores + time.to(self.dtype)[:, gap].transpose(0, 1)
+        return scores + time.to(self.dtype)[:, gap].transpose(0, 1)  # type: ignore[no-any-return]
 
     def out(self, weights: Tensor) -> Tensor:
         """Packed rows ``[Nq, H, Dv]`` in q's dtype of probabilities ``[B, H, Lq, Lk]``."""
@@ -189,8 +189,8 @@ def _jagged_attention(*args: Any) -> tuple[Tensor, Tensor]:
 def _pointwise(spec: Spec, scores: Tensor) -> Tensor:
     names = activations.per_head(spec.option("activation"), scores.shape[1])
     if len(set(names)) == 1:
-        return spec.option("scale_out") * activations.act(names[0], scores)
-    return spec.option("scale_out") * torch.stack([activations.act(n, scores[:, h]) for h, n in enumerate(names)], 1)
+        return spec.option("scale_out") * activations.act(names[0], scores)  # type: ignore[no-any-return]
+    return spec.option("scale_out") * torch.stack([activations.act(n, scores[:, h]) for h, n in enumerate(names)], 1)  # type: ignore[no-any-return]
 
 
 def _gdpa(*args: Any) -> Tensor:

@@ -83,7 +83,7 @@ class Distillation(nn.Module):
         c, total = self.config, torch.as_tensor(batch_total(batch), dtype=torch.float32, device=trunk.device)
         weights, labelled = sample_weights(batch)[:, self.places], label_weights(batch)[:, self.places]
         teacher = torch.stack([batch.columns[name] for name in self.columns], 1).float()
-        z = self.heads(_Scaled.apply(trunk.flatten(1).float(), c.beta)).view(batch.size, len(self.tasks), -1)
+        z = self.heads(_Scaled.apply(trunk.flatten(1).float(), c.beta)).view(batch.size, len(self.tasks), -1)  # type: ignore[no-untyped-call]
         loss = (c.weight * _bce(z[:, :, 0], (c.alpha * teacher).clamp(0, 1)) * weights).sum()
         if self.adapter is not None:
             logits = torch.logit(teacher, eps=1e-6)

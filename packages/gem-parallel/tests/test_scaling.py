@@ -30,7 +30,7 @@ def test_every_row_is_a_mesh_of_its_processes(devices, cuda, monkeypatch):
     assert {row.gpus for row in rows} == {n for n in (1, 2, 4, 8) if n <= devices}
     assert len({row.name for row in rows}) == len(rows)
     if devices > 1:
-        assert sum(row.gpus == devices for row in rows) == (9 if cuda else 7)
+        assert sum(row.gpus == devices for row in rows) == (10 if cuda else 8)
     for row in rows:
         p = load_config(None, [*SMALL[1:], *row.overrides]).parallel
         mesh = Mesh(row.gpus, p.replicate, p.shard, p.expert, p.model, p.replica)
@@ -70,5 +70,5 @@ def test_time_that_is_up_starts_no_row(tmp_path):
     config = tmp_path / "c.toml"
     config.write_text("")
     done = climb(str(config), "scaling", preset="tiny", overrides=SMALL, batch_size=4, budget_s=10, devices=8, say=lambda line: None)
-    assert len(done) == 1 + 2 + 2 + 7
+    assert len(done) == 1 + 2 + 2 + 8
     assert all("time is up" in row["error"] for row in done)

@@ -147,8 +147,12 @@ def _summary(windows: list[dict[str, Any]], rt: Runtime) -> dict[str, Any]:
 
 
 def _profile(run: Any, rt: Runtime, folder: Path | None) -> dict[str, Any] | None:
-    """Three steps under the profiler on every rank; rank 0 writes, and returns the summary without the list of kernels."""
-    with profile(activities=activities(rt.device)) as recorded:
+    """Three steps under the profiler on every rank; rank 0 writes, and returns the summary without the list of kernels.
+
+    Without ``folder`` only the device is recorded where there is one: recording the host would slow down what waits for it.
+    """
+    watched = activities(rt.device)
+    with profile(activities=watched if folder is not None else watched[-1:]) as recorded:
         for _ in range(3):
             run()
         _wait(rt)

@@ -53,6 +53,7 @@ def _arrangements(config: Config, n: int, cuda: bool) -> list[Row]:
     copies = ("parallel.fsdp.collective=copy-engine",)
     wanted = [
         ("tables 1D", (*flat, *one_d)),
+        (f"replicate {n}, touched rows", (wait, "parallel.dense=ddp", *whole, "parallel.gem-2d.exchange=touched")),
         ("fully sharded, touched rows", (*flat, *whole, "parallel.gem-2d.exchange=touched")),
         ("tables 1D, copy engine", (*flat, *one_d, *copies)),
         (f"replicate 2 x shard {half}, tables 1D", (*replicas, *one_d)),

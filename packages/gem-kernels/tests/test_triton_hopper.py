@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from gem_core.ops.contract import Problem
+from gem_kernels.bench.attention_rows import ROWS, Data, small
+from gem_kernels.triton.common.configs import committed_rules, matches
 from gem_kernels.triton.hopper import spec
 
 PROBE = Path(__file__).with_name("hopper_compile_probe.py")
@@ -97,6 +99,32 @@ def test_refusals_say_why(change: dict, reason: str) -> None:
     answer = spec.supports(replace(PROBLEM, **change))
     assert not answer
     assert reason in answer.reason
+
+
+TAKEN = {
+    "self-1024-s0.5": (1, 1), "self-1024-s1": (1, 1), "self-256-s0.5": (1, 1), "self-2048-s0.5": (1, 1), "cross-1024x256-s1": (1, 1),
+    "cross-1024x128-s0.5": (1, 1), "cross-1024x32-s0.5": (1, 0), "pma-128x4096-s0.5": (1, 1), "pma-32x4096-s0.5": (0, 0),
+    "window128-4096": (1, 1), "causal-1024-s0.5": (1, 1), "self-1024-s0.5-d64": (1, 1), "causal-200-s0.3-d32": (0, 0),
+}  # fmt: skip
+"""Rows whose (forward, backward) pass the Hopper kernels were measured to do faster than the portable ones."""
+
+
+@pytest.mark.parametrize("name", list(TAKEN))
+def test_rules_take_what_was_measured(name: str) -> None:
+    """A rule for every pass that these kernels win, with a configuration that the compile tests know, and none for the others."""
+    pytest.importorskip("triton")
+    from gem_kernels.triton.attention.plan import plan
+    from gem_kernels.triton.hopper import launch
+
+    data = Data(small(next(r for r in ROWS if r.name == name)), "cpu")
+    for op in data.row.ops:
+        p = plan(data.problem(op))
+        facts = dict((*p.facts, ("only", False)))
+        for kernel, taken in zip(("hopper.forward", "hopper.backward"), TAKEN[name]):
+            rules = [r for r in committed_rules("sm_90", "hopper") if r["kernel"] == kernel and matches(r["when"], facts)]
+            assert bool(rules) == bool(taken), (op, kernel)
+            if rules:
+                assert rules[0]["use"] in launch.candidates(kernel, p, only=True)
 
 
 def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

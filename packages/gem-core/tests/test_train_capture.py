@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import Features, config_from_dict, resolve
@@ -15,8 +16,11 @@ from gem_core.model.loss import task_loss
 from gem_core.model.retrieval import next_items
 from gem_core.plugins import manager
 from gem_core.train.build import build_parts
-from gem_core.train.captured import MOST, FixedBatch, Room, check_capture
+from gem_core.train.captured import MOST, Captured, FixedBatch, Room, check_capture
+from gem_core.train.feed import Fed
+from gem_core.train.measure import Meter, peak
 from gem_core.train.runtime import Runtime
+from gem_core.train.step import TrainStep
 
 FEATURES = {
     "columns": ["user"],
@@ -44,6 +48,7 @@ RETRIEVAL = {
     "sasrec": RANKING["sasrec"] | {"retrieval": {"loss": "sampled_softmax", "negatives": 8, "false_negatives": "history"}},
     "hstu": RANKING["hstu"] | {"retrieval": {"loss": "gbce", "negatives": 8, "false_negatives": "keep"}},
 }
+STEPS = [("gem", False, "rowwise_adagrad"), ("sasrec", True, "adamw"), ("hstu", True, "adamw"), ("gem", True, "adamw")]
 
 
 def features(retrieval: bool) -> dict:
@@ -118,6 +123,43 @@ def test_slack_changes_neither_loss_nor_gradients(name, retrieval, monkeypatch):
                 torch.testing.assert_close(other, grad, rtol=2e-5, atol=bound, msg=lambda m, name=parameter: f"{name}: {m}")
 
 
+WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "lift_fresh", "is_nonzero"}
+"""Operations whose result the host reads, or that bring host numbers to the device: a recorded step may have none."""
+
+
+class Waits(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        by_mask = name.startswith(("index", "_index")) and len(args) > 1 and isinstance(args[1], list | tuple)
+        if name in WAITS or name == "repeat_interleave" or (by_mask and any(getattr(i, "dtype", None) == torch.bool for i in args[1])):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "retrieval", "tables"), STEPS)
+def test_a_step_waits_for_nothing(name, retrieval, tables):
+    """Forward, loss, backward and both optimizers on a fixed batch. On a CPU an op is one call, so this is about all around the ops."""
+    device = torch.device("cpu")
+    model = (RETRIEVAL if retrieval else RANKING)[name] | {"embedding_dropout": 0.2}
+    train = {"steps": 3, "tables": {"kind": tables}, "clip_norm": 1.0}
+    config = config_from_dict({"features": features(retrieval), "model": {"name": name, **model}, "train": train})
+    step = TrainStep(build_parts(resolve(config), Runtime(device)), config, Runtime(device), Meter(device, peak("", {"fp32"})))
+    batch = a_batch(1, 11, retrieval)
+    fixed = FixedBatch(batch, Room.of(batch).rounded(), config.features, "history" if retrieval else None)
+    fixed.fill(batch)
+    totals = torch.ones(3, dtype=torch.float64)
+    step._compute([fixed.batch], totals)
+    with Waits() as seen:
+        step._compute([fixed.batch], totals)
+        assert seen.found == []
+        torch.ones(2)[torch.tensor([True, False])].sum().item()
+    assert {"index", "_local_scalar_dense"} <= set(seen.found)
+
+
 def test_a_room_takes_what_fits_without_much_slack():
     room = Room(8, {"h": 1000}, {"a": 8, "b": 300})
     assert room.rounded() == Room(8, {"h": 1152}, {"a": 8, "b": 320})
@@ -160,19 +202,12 @@ def test_runs_that_cannot_be_captured_are_refused(tmp_path):
         assert "train.capture" in str(caught.value)
 
 
-GPU_MODELS = [("gem", False, "rowwise_adagrad"), ("sasrec", True, "adamw"), ("hstu", True, "adamw"), ("gem", True, "adamw")]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("name", "retrieval", "tables"), GPU_MODELS)
+@pytest.mark.parametrize(("name", "retrieval", "tables"), STEPS)
 def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
     """Thirty steps, batches of two sizes, a learning rate that changes: outcomes and parameters agree with
     those of steps computed as usual on the same fixed batches, dropout and negatives drawn from the same random numbers."""
-    from gem_core.train.feed import Fed
-    from gem_core.train.measure import Meter, peak
-    from gem_core.train.step import TrainStep
-
     device = torch.device("cuda")
     model = (RETRIEVAL if retrieval else RANKING)[name] | {"embedding_dropout": 0.2}
     train = {"steps": 30, "capture": True, "tables": {"kind": tables}, "clip_norm": 1.0}
@@ -209,8 +244,6 @@ def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_too_many_shapes_end_the_run():
-    from gem_core.train.captured import Captured
-
     captured = Captured(lambda batch, totals: torch.zeros(7, device="cuda"), Features.model_validate(features(True)), torch.device("cuda"))
     for size in range(1, MOST + 1):
         captured(a_batch(size, size, True).to("cuda"), [1.0, 1.0, 0.0])

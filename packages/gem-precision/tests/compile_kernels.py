@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from gem_precision.kernels.quantize import TILES, _meta
-from gem_precision.kernels.quantize_hopper import quantize_both_kernel
+from gem_precision.kernels.quantize_hopper import quantize_both_kernel, quantize_rows_kernel
 from gem_precision.kernels.quantize_kernels import norm_quantize_kernel, quantize_kernel
 from gem_precision.kernels.scaled_gemm import TILES as GEMM_TILES
 from gem_precision.kernels.scaled_gemm_kernel import scaled_gemm_kernel
@@ -60,16 +60,20 @@ def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) ->
     }  # fmt: skip
 
 
-def by_hand(operand: Operand, arch: int, types: dict[str, str]) -> dict[str, Any]:
+def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool) -> dict[str, Any]:
     meta = _meta(operand)
-    warps = TILES["gluon_both"]["num_warps"]
+    tile = TILES["gluon_both" if both else "gluon_rows"]
     constexprs = {name: meta[name] for name in ("FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")} | {
-        "ACT": 0, "NORM": True, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "SQUARE": operand.format == "fp8",
-        "SWIZZLE": operand.format == "mx", "E5M2": False,
-        "WARPS": warps, "GROUP": 1,
+        "ACT": 0, "WRITE_Y": True, "SWIZZLE": operand.format == "mx", "E5M2": False, "WARPS": tile["num_warps"],
     }  # fmt: skip
+    constexprs |= {name: value for name, value in tile.items() if name.isupper()}
+    if not both:
+        kept = ("x", "y_out", "row_data", "row_scales", "R", "C", "stride")
+        rows = {name: types[name] for name in kept} | {"strips_c": "i32"}
+        return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource)
+    constexprs |= {"NORM": True, "WEIGHT": True, "BIAS": False, "SQUARE": operand.format == "fp8"}
     types = {name: kind for name, kind in types.items() if name not in ("seeds", "eps")} | {"strips_r": "i32", "strips_c": "i32"}
-    return built(quantize_both_kernel, arch, types, constexprs, warps, source=GluonASTSource)
+    return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource)
 
 
 def main(arch: int) -> None:
@@ -107,7 +111,8 @@ def main(arch: int) -> None:
             types = NORM | (scales if operand.format == "fp8" else {}) | SIZES | {"eps": "fp32"}
             constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "WALK": True, "QUANTIZE": True} | common
             found[f"norm_{name}"] = built(norm_quantize_kernel, arch, types, constexprs, t["num_warps"])
-            found[f"gluon_{name}"] = by_hand(operand, arch, types)
+            found[f"gluon_{name}"] = by_hand(operand, arch, types, True)
+            found[f"gluon_{name.replace('both', 'rows')}"] = by_hand(operand, arch, types, False)
     print(json.dumps(found))
 
 

@@ -82,7 +82,7 @@ def _mean(run: Callable[[], Any], times: int) -> float:
 def quantise_rates(columns: int = 1024, tiles: Mapping[str, list[dict[str, Any]]] | None = None) -> list[dict[str, Any]]:
     """MX 1x32 of ``[262144, columns]`` bf16 in one direction and in both, against a device copy and ``torch.compile`` of the codec.
 
-    ``share``: bytes that must move / time, over the copy rate of the same run.
+    ``share``: bytes that must move / time, over the copy rate of the same run (outside a graph, where a copy is a kernel).
     """
     require_cuda()
     x = torch.randn(ROWS, columns, device="cuda", dtype=torch.bfloat16)
@@ -98,15 +98,16 @@ def quantise_rates(columns: int = 1024, tiles: Mapping[str, list[dict[str, Any]]
         "copy": lambda: target.copy_(x),
         "torch.compile": lambda: compiled(x),
     }
-    tiles = tiles or {"mx": [TILES["mx"]], "mx_both": [TILES["mx_both"]]}
-    for tile in tiles["mx"]:
+    tiles = tiles or {"rows": [TILES["gluon_rows"]], "both": [TILES["gluon_both"]]}
+    for tile in tiles["rows"]:
         variants[f"one direction {tile}"] = lambda tile=tile: quantize_matrix(x, operand, tile=tile)
-    for tile in tiles["mx_both"]:
+    for tile in tiles["both"]:
         variants[f"both {tile}"] = lambda tile=tile: quantize_matrix(x, operand, operand, tile=tile)
     size = x.numel()
     moved = {"copy": 4 * size, "torch.compile": size * (2 + 33 / 32), "one": size * (2 + 33 / 32), "both": size * (2 + 66 / 32)}
     times = interleaved(variants)
-    copy_rate = moved["copy"] / times["copy"]["graph_ms"]
+    times["copy"]["graph_ms"] = times["copy"]["eager_ms"]
+    copy_rate = moved["copy"] / times["copy"]["eager_ms"]
     rows = []
     for name, t in times.items():
         rate = moved[name if name in moved else name.split()[0]] / t["graph_ms"]
@@ -252,11 +253,10 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
     policies = {"fp8-block": fp8_linear("block"), "fp8-rowwise": fp8_linear("rowwise", wgrad=False)}
     if major >= 10:
         policies["mxfp8"] = mx_linear()
-    shapes = {
-        "mx": ((16, 128, 4), (32, 128, 4), (16, 256, 4), (32, 256, 8), (64, 128, 8)),
-        "mx_both": ((32, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 32, 4)),
+    candidates = {
+        "rows": [TILES["gluon_rows"], {"ROWS": 32, "WIDTH": 256, "num_warps": 8}, TILES["mx"]],
+        "both": [TILES["gluon_both"], {"num_warps": 16, "GROUP": 1}, TILES["mx_both"]],
     }
-    candidates = {use: [{"BLOCK_R": r, "BLOCK_C": c, "num_warps": w} for r, c, w in found] for use, found in shapes.items()}
     speeds = [row for width in widths for row in linear_speed(width, policies)]
     header = {
         "device": device,

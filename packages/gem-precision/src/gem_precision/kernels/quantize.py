@@ -23,6 +23,7 @@ TILES: dict[str, dict[str, Any]] = {
     "fp8_both": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
     "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
+    "gluon_rows": {"ROWS": 32, "WIDTH": 128, "num_warps": 4},
     "gluon_both": {"num_warps": 8, "GROUP": 1},
 }
 """Tile of each use; the benchmark of this package times others."""
@@ -107,8 +108,8 @@ def _mixed(rows: Operand | None, columns: Operand | None) -> bool:
 
 
 def _by_hand(x: Tensor, dtype: torch.dtype, rows: Operand | None, columns: Operand | None) -> bool:
-    """Whether the Gluon kernel serves both directions: strips of FP8 codes, rounded to nearest, of 16-bit numbers."""
-    if rows is None or columns is None or rows.block[0] != 1 or "stochastic" in (rows.rounding, columns.rounding):
+    """Whether a Gluon kernel serves the rows, with or without the columns: strips of FP8 codes, rounded to nearest, of 16-bit numbers."""
+    if rows is None or rows.block[0] != 1 or "stochastic" in (rows.rounding, (columns or rows).rounding):
         return False
     wide = x.element_size() != 2 or dtype.itemsize != 2 or x.stride(0) >= 2**24
     return not wide and rows.elem in ("e4m3", "e5m2") and lays_out_by_hand(x.device)
@@ -118,17 +119,27 @@ def _launch_by_hand(
     x: Tensor, y: Tensor, what: _Outputs, meta: dict[str, Any], tile: dict[str, Any] | None, stats: Tensor | None = None,
     weight: Tensor | None = None, bias: Tensor | None = None, **flags: Any,
 ) -> None:  # fmt: skip
-    from gem_precision.kernels.quantize_hopper import quantize_both_kernel
+    from gem_precision.kernels.quantize_hopper import quantize_both_kernel, quantize_rows_kernel
 
-    tile = tile or TILES["gluon_both"]
     r, c = x.shape
     row_data, row_scales, col_data, col_scales, _ = what.pointers(x)
     kept = {name: meta[name] for name in ("SWIZZLE", "FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")}
+    kept |= {"ACT": 0, "E5M2": meta["CAST"] == 2} | flags
+    strips_r, strips_c = -(-r // kept["B"]), -(-c // kept["B"])
+    if not meta["COLS"]:
+        tile = tile or TILES["gluon_rows"]
+        programs = -(-r // tile["ROWS"]) * -(-c // tile["WIDTH"])
+        launch(
+            quantize_rows_kernel, programs, x.device, x, y, row_data, row_scales, r, c, x.stride(0), strips_c, WARPS=tile["num_warps"],
+            **kept, **tile,
+        )  # fmt: skip
+        return
+    tile = tile or TILES["gluon_both"]
     launch(
         quantize_both_kernel, -(-r // 128) * -(-c // 128), x.device, x, x if weight is None else weight, x if bias is None else bias, y,
-        x if stats is None else stats, row_data, row_scales, col_data, col_scales, r, c, x.stride(0), what.col_stride,
-        -(-r // kept["B"]), -(-c // kept["B"]), **({"ACT": 0} | flags), NORM=stats is not None, WEIGHT=weight is not None,
-        BIAS=bias is not None, SQUARE=what.columns_square, E5M2=meta["CAST"] == 2, WARPS=tile["num_warps"], **kept, **tile,
+        x if stats is None else stats, row_data, row_scales, col_data, col_scales, r, c, x.stride(0), what.col_stride, strips_r, strips_c,
+        NORM=stats is not None, WEIGHT=weight is not None, BIAS=bias is not None, SQUARE=what.columns_square, WARPS=tile["num_warps"],
+        **kept, **tile,
     )  # fmt: skip
 
 
@@ -170,7 +181,7 @@ def norm_quantize(
     stats = x.new_empty((2, r), dtype=torch.float32)
     from gem_precision.kernels.quantize_kernels import norm_quantize_kernel
 
-    by_hand = _by_hand(x, y.dtype, rows, columns)
+    by_hand = columns is not None and _by_hand(x, y.dtype, rows, columns)
     if by_hand:
         tile = TILES["norm_mx"]
     launch(

@@ -1,8 +1,8 @@
-"""Both directions in one read, for GPUs with FP8 conversions (sm_89 on), in Gluon: what a program holds in registers is laid out by hand.
+"""Rows, or both directions in one read, for GPUs with FP8 conversions (sm_89 on), in Gluon: layouts are chosen by hand.
 
-One program owns a tile of 128 x 128. It loads and writes rows, leaves the tile in shared memory, and takes it from there a second time with
-whole runs of a column in each thread: amax and codes of the columns need no exchange of single bytes, which is what bounds the portable
-kernel. Bit for bit what that one and the codec compute.
+For both directions one program owns a tile of 128 x 128. It loads and writes rows, leaves the tile in shared memory, and takes it from
+there a second time with whole runs of a column in each thread: amax and codes of the columns need no exchange of single bytes, which is
+what bounds the portable kernel. Bit for bit what that one and the codec compute.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def _codes(y, E5M2: gl.constexpr):
 
 @gluon.jit
 def _along_last(
-    y, LAYOUT: gl.constexpr, N: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
-    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr,
+    y, LAYOUT: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr,
+    EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
-    """(codes ``[N, 128]``, what is stored of the scales ``[N, 128 / B]``) of fp32 ``y``, blocks along the last dim."""
-    blocks = gl.reshape(gl.abs(y), (N, TILE // B, B))
+    """(codes ``[N, WIDTH]``, what is stored of the scales ``[N, WIDTH / B]``) of fp32 ``y``, blocks along the last dim."""
+    blocks = gl.reshape(gl.abs(y), (N, WIDTH // B, B))
     amax = gl.reduce(blocks, 2, _larger).to(gl.int32, bitcast=True)
     if FP8:
         stored, inverse = _fp8_scale(amax, LARGEST)
@@ -57,17 +57,18 @@ def _along_last(
         stored = byte.to(gl.uint8)
         inverse = _inverse_of_byte(byte)
     whole, _ = gl.broadcast(gl.expand_dims(inverse, 2), blocks)
-    spread = gl.convert_layout(gl.reshape(whole, (N, TILE)), LAYOUT, assert_trivial=True)
+    spread = gl.convert_layout(gl.reshape(whole, (N, WIDTH)), LAYOUT, assert_trivial=True)
     return _codes(y * spread, E5M2), stored
 
 
 @gluon.jit
 def _store_scales(
-    target, stored, line, strip, lines, strips, FULL: gl.constexpr, SWIZZLE: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr
-):
-    """``stored [128, N]`` to (line, strip) of ``[lines, strips]``, a line's N as one word."""
+    target, stored, line, strip, lines, strips, FULL: gl.constexpr, SWIZZLE: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """``stored [ROWS, N]`` to (line, strip) of ``[lines, strips]``, a line's N as one word."""
     words: gl.constexpr = gl.BlockedLayout([1, N], [32, 1], [WARPS, 1], [1, 0])
-    lines_here = line + gl.arange(0, TILE, layout=gl.SliceLayout(1, words))
+    lines_here = line + gl.arange(0, ROWS, layout=gl.SliceLayout(1, words))
     strips_here = strip + gl.arange(0, N, layout=gl.SliceLayout(0, words))
     at = _scale_offset(lines_here[:, None], strips_here[None, :], strips, SWIZZLE)
     stored = gl.convert_layout(stored, words)
@@ -116,12 +117,12 @@ def _one_tile(
             gl.store(y_out + row0 * C + col0 + out, y, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
     tile.store(y)
 
-    codes, stored = _along_last(y.to(gl.float32), by_rows, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    codes, stored = _along_last(y.to(gl.float32), by_rows, TILE, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
     if whole:
         gl.store(row_data + row0 * C + col0 + out, codes)
     else:
         gl.store(row_data + row0 * C + col0 + out, codes, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, TILE // B, WARPS)
+    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, TILE, TILE // B, WARPS)
 
     turned = tile.permute((1, 0)).load(runs).to(gl.float32)
     if SQUARE:
@@ -130,8 +131,8 @@ def _one_tile(
         codes = _codes(turned * inverse, E5M2)
         gl.store(col_scales + col0 // TILE * strips_r + row0 // TILE, stored)
     else:
-        codes, stored = _along_last(turned, runs, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
-        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, TILE // B, WARPS)
+        codes, stored = _along_last(turned, runs, TILE, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, TILE, TILE // B, WARPS)
     codes = gl.convert_layout(codes, by_rows)
     # by_rows again, its first dim now the columns of x
     target = col_data + col0 * col_stride + row0 + r[:, None] * col_stride + c[None, :]
@@ -171,4 +172,59 @@ def quantize_both_kernel(
             tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
             strips_r, strips_c, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
             E5M2, B, WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _one_strip(
+    x, y_out, row_data, row_scales, row0, col0, R, C, stride, strips_c, FULL: gl.constexpr, ACT: gl.constexpr, WRITE_Y: gl.constexpr,
+    SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
+    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    at = x + row0 * stride + col0 + r[:, None] * stride + c[None, :]
+    out = row0 * C + col0 + r[:, None] * C + c[None, :]
+    whole: gl.constexpr = FULL
+    if whole:
+        y = gl.load(at)
+    else:
+        inside = (row0 + r < R)[:, None] & (col0 + c < C)[None, :]
+        y = gl.load(at, mask=inside, other=0.0)
+    if ACT != 0:
+        y = _activation(y.to(gl.float32), ACT)
+    y = y.to(y_out.dtype.element_ty)
+    codes, stored = _along_last(y.to(gl.float32), layout, ROWS, WIDTH, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    if whole:
+        gl.store(row_data + out, codes)
+        if WRITE_Y:
+            gl.store(y_out + out, y)
+    else:
+        inside = (row0 + r < R)[:, None] & (col0 + c < C)[None, :]
+        gl.store(row_data + out, codes, mask=inside)
+        if WRITE_Y:
+            gl.store(y_out + out, y, mask=inside)
+    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, ROWS, WIDTH // B, WARPS)
+
+
+@gluon.jit
+def quantize_rows_kernel(
+    x, y_out, row_data, row_scales, R, C, stride, strips_c, ACT: gl.constexpr, WRITE_Y: gl.constexpr, SWIZZLE: gl.constexpr,
+    FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr,
+    E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """The rows' direction alone, ``ROWS`` x ``WIDTH`` a program."""
+    across = gl.cdiv(C, WIDTH)
+    row0 = (gl.program_id(0) // across).to(gl.int64) * ROWS
+    col0 = (gl.program_id(0) % across).to(gl.int64) * WIDTH
+    if (row0 + ROWS <= R) & (col0 + WIDTH <= C):
+        _one_strip(
+            x, y_out, row_data, row_scales, row0, col0, R, C, stride, strips_c, True, ACT, WRITE_Y, SWIZZLE, FP8, RULE, MBITS, EMAX,
+            LARGEST, TOP_MANTISSA, E5M2, B, WARPS, ROWS, WIDTH,
+        )  # fmt: skip
+    else:
+        _one_strip(
+            x, y_out, row_data, row_scales, row0, col0, R, C, stride, strips_c, False, ACT, WRITE_Y, SWIZZLE, FP8, RULE, MBITS, EMAX,
+            LARGEST, TOP_MANTISSA, E5M2, B, WARPS, ROWS, WIDTH,
         )  # fmt: skip

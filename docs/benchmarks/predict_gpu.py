@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -46,10 +48,14 @@ def main() -> None:
     options.add_argument("--longest", type=int, default=4096)
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--allowed", type=float, default=1e-2, help="largest difference of probabilities: that of bf16 in another order")
+    options.add_argument("--write", type=Path, help="only write the log there")
     options.add_argument("--out", type=Path, required=True)
     args = options.parse_args()
-    changed = {k: v for k, v in vars(args).items() if k not in ("out", "work") and v != options.get_default(k)}
+    changed = {k: v for k, v in vars(args).items() if k not in ("out", "write") and v != options.get_default(k)}
     args.given = "".join(f" --{k.replace('_', '-')} {v}" for k, v in changed.items())
+    if args.write is not None:
+        write_synthetic(args.write, _world(args))
+        return
     with tempfile.TemporaryDirectory() as folder:
         record = run(args, Path(folder))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -58,32 +64,50 @@ def main() -> None:
     print(table(record))
 
 
+def _world(args: argparse.Namespace, rows: int | None = None, test_rows: int | None = None) -> SyntheticConfig:
+    length: Any = {"law": "lognormal", "mean": args.mean, "max": args.longest}
+    rows = args.batches * args.batch if rows is None else rows
+    return SyntheticConfig(rows=rows, eval_rows=min(rows, 2 * args.batch), test_rows=test_rows or args.rows, length=length)
+
+
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {what}", flush=True)
 
-    length: Any = {"law": "lognormal", "mean": args.mean, "max": args.longest}
-    checked = 4 * args.batch
-    world = SyntheticConfig(rows=args.batches * args.batch, eval_rows=checked, test_rows=args.rows, length=length)
-    write_synthetic(folder, world)
-    say("log written")
-    changes = [
-        f"data.parquet.root={json.dumps(str(folder))}",
-        f"data.batch_size={args.batch}",
+    small = _world(args, rows=64, test_rows=64)
+    # The large log is written beside the warm-up: what that compiles does not depend on it.
+    writing = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--write", str(folder / "log")])
+    write_synthetic(folder / "small", small)
+    options = [
         f"model.preset={args.preset}",
         f"precision.recipe={args.recipe}",
-        f"run.device={args.device}",
-        "train.steps=4",
+        "train.steps=1",
         "eval.max_batches=1",
         "train.tensorboard=false",
     ]
-    gem_core.train(load_config(folder / "config.toml", changes), run_dir=folder / "run", quiet=True)
-    say("trained")
-    data, out = folder / "test.parquet", folder / "predictions.parquet"
-    with predictor(folder / "run") as model:
-        difference = _difference(model, folder, args.allowed)
+    root = f"data.parquet.root={json.dumps(str(folder / 'small'))}"
+    few = ["run.device=cpu", "data.batch_size=2", "precision.recipe=fp32", root]
+    gem_core.train(load_config(folder / "small" / "config.toml", [*options, *few]), run_dir=folder / "run", quiet=True)
+    say("a run is there, after one step")
+    changes = [
+        f"data.parquet.root={json.dumps(str(folder / 'log'))}",
+        f"data.batch_size={args.batch}",
+        f"precision.recipe={args.recipe}",
+        f"run.device={args.device}",
+    ]
+    with predictor(folder / "run", overrides=[*changes, root]) as model:
+        write_predictions(model, [str(folder / "small" / "test.parquet")], folder / "small.parquet")
+        say("predicted 64 rows: kernels of prediction are compiled")
+        _training_forward(model, 1)
+        say("kernels of training's forward pass are compiled")
+    if writing.wait():
+        raise RunError("the log could not be written", where=str(folder))
+    say("log written")
+    data, out = folder / "log" / "test.parquet", folder / "predictions.parquet"
+    with predictor(folder / "run", overrides=changes) as model:
+        difference = _difference(model, folder / "log", args.allowed)
         say(f"largest difference from the model called batch by batch {difference:.1e}")
         forward = _training_forward(model, args.batches)
         say(f"forward pass of training {forward['samples_per_s']:,.0f} samples/s, {forward['events_per_s']:,.0f} events/s")

@@ -73,7 +73,7 @@ def test_threads_change_nothing() -> None:
 def test_without_a_working_compiler(compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The answer is a reason, which the log and `gemrec plugins --ops` show, and the call goes to another implementation."""
     monkeypatch.setenv("CC", compiler)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GEM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "_loaded", build._loaded.__wrapped__)
     q, k, v, offsets = _call()
     answer = calls.supports(problem_of("jagged_attention", q, k, v, offsets))
@@ -82,7 +82,7 @@ def test_without_a_working_compiler(compiler: str, reason: str, monkeypatch: pyt
 
 
 def test_one_file_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GEM_CACHE_DIR", str(tmp_path))
     build._loaded.__wrapped__()
     (made,) = (tmp_path / "gem-kernels").iterdir()
     stamp = made.stat().st_mtime_ns

@@ -1,7 +1,7 @@
 """Compiles the C of this folder with the machine's own compiler, once, and loads it.
 
-The library goes to ``$XDG_CACHE_HOME/gem-kernels`` (``~/.cache`` if unset), under a name made of the sources, the compiler and the
-processor. ``CC`` names another compiler than the first of cc, gcc and clang.
+The library goes to ``$GEM_CACHE_DIR/native`` (``~/.cache/gem`` without the variable), under a name made of the sources, the compiler and
+the processor. ``CC`` names another compiler than the first of cc, gcc and clang.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _library(compiler: list[str]) -> Path:
     key = hashlib.sha256("\n".join([version, _processor(), *FLAGS]).encode())
     for path in (*sources, *FOLDER.glob("*.h")):
         key.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gem-kernels"
+    cache = Path(os.environ.get("GEM_CACHE_DIR") or Path.home() / ".cache" / "gem") / "native"
     wanted = cache / f"native-{key.hexdigest()[:16]}.so"
     if wanted.is_file():
         return wanted

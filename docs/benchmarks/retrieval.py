@@ -46,9 +46,9 @@ class Variant:
 
 
 MOVIES = "ml-1m/ml-1m.txt.gz"
-LEAVE_ONE = "trained on all but the last item, fixed epochs"
-GSASREC = "chosen on the second-last item of 512 users"
-LEAVE_TWO = "chosen on the second-last item"
+LEAVE_ONE = "trained on all but the last item, fixed epochs; the user's newest 200 items left out"
+GSASREC = "chosen on the second-last item of 512 users; all items that the user had left out"
+LEAVE_TWO = "chosen on the second-last item; all items that the user had left out"
 PUBLISHED = {
     "Beauty": ((0.0152, 0.0068), (0.0605, 0.0318), (0.0647, 0.0327)),
     "Sports_and_Outdoors": ((0.0094, 0.0053), (0.0350, 0.0192), (0.0385, 0.0204)),
@@ -240,7 +240,7 @@ def markdown(suite: str, record: dict[str, Any], rows: dict[str, list[dict[str, 
     for i, (command, device, versions, commit) in enumerate(made, 1):
         told = ", ".join(f"{k} {v}" for k, v in json.loads(versions).items())
         lines += [f"{i}. `{command}`", f"   on {device}; {told}; commit {commit}"]
-    lines += ["", "All items are ranked for every user, items that the user had before left out; equal scores count one half.", ""]
+    lines += ["", "All items are ranked for every user but those that the protocol leaves out; equal scores count one half.", ""]
     if suite == "tune":
         lines += ["These are the second-last items of the users, which choose between variants; the last ones were not looked at.", ""]
     if suite == "ml-1m":

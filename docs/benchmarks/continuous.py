@@ -45,8 +45,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         record = run(args, args.work or Path(temporary))
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "continuous.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "continuous.md").write_text(table(record))
+    name = "continuous" if args.epochs == 1 else f"continuous-{args.epochs}-passes"
+    (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / f"{name}.md").write_text(table(record))
     print(table(record))
 
 
@@ -110,7 +111,7 @@ def table(record: dict[str, Any]) -> str:
     world, o = record["world"], record["options"]
     columns = list(record["hours"])
     lines = [
-        "# Continuous training over 24 hours of a drifting truth",
+        "# Continuous training over 24 hours of a drifting truth" + ("" if o["epochs"] == 1 else f", {o['epochs']} passes from scratch"),
         "",
         f"`{record['command']}`: {world['rows']:,} samples, effects turning by {world['drift']} rad a day, histories of law mean "
         f"{o['mean']:g}, preset `tiny`, batch {o['batch']}; from scratch: all past hours shuffled, {o['epochs']} pass(es). CPU, "

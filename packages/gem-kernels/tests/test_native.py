@@ -84,10 +84,10 @@ def test_without_a_working_compiler(compiler: str, reason: str, monkeypatch: pyt
 def test_one_file_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GEM_CACHE_DIR", str(tmp_path))
     build._loaded.__wrapped__()
-    (made,) = (tmp_path / "gem-kernels").iterdir()
+    (made,) = (tmp_path / "native").iterdir()
     stamp = made.stat().st_mtime_ns
     build._loaded.__wrapped__()
-    assert [p.name for p in (tmp_path / "gem-kernels").iterdir()] == [made.name]
+    assert [p.name for p in (tmp_path / "native").iterdir()] == [made.name]
     assert made.stat().st_mtime_ns == stamp
 
 

@@ -44,7 +44,7 @@ class TestRows(StrategyConformance):
 def task(name):
     return {
         "strategy": "torchrec", "config": PLANS[name], "model": 2, "steps": 6, "samples": UNEVEN, "optimizer": {"lr": 0.1, "eps": 1e-3},
-        "weighted": "weighted" in name, "evaluate": True,
+        "weighted": "weighted" in name, "evaluate": True, "prefetch": name != "rows",
     }  # fmt: skip
 
 

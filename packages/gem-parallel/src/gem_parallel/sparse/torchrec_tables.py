@@ -27,6 +27,7 @@ from gem_parallel.sparse.initial import draw
 from gem_parallel.sparse.need import need
 from gem_parallel.sparse.place import placed
 from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
+from gem_parallel.sparse.torchrec_ahead import IdsAhead, Prepared
 from gem_parallel.sparse.torchrec_plan import Collections, Plans, plan_lines
 
 SPREAD = -7046029254386353131
@@ -111,6 +112,9 @@ class TorchrecTables(nn.Module):
                 kernel.reset_embedding_weight_momentum = _Reset(kernel)
         self.replicated_accumulators = {n: torch.zeros(w.shape[0], device=self.device) for n, w in self.replicated.items()}
         self._fill()
+        # What else hangs on the forward call of TorchRec's module: whole copies, DistributedDataParallel, the collision manager.
+        whole = isinstance(config, Torchrec2dConfig) and config.fully_sharded
+        self._ahead = None if whole or self.replicated or self.zch_ranks else IdsAhead(self.device)
 
     # Building
 
@@ -268,20 +272,38 @@ class TorchrecTables(nn.Module):
             raise ConfigError(
                 "the batch has per-id weights", where="parallel.torchrec.weighted", fix="set weighted = true: TorchRec must know beforehand"
             )
-        self._check(group)
-        samples = group.batch_size
-        wide = self._widest(samples)
-        parts = {name: select(group, [k.key for k in reads]) for name, reads in self.reads.items()}
-        features = {n: self._features(part, samples, wide, n) for n, part in parts.items()}
-        raw = self._module[0](features)
-        found: dict[str, Any] = {}
-        for name, part in parts.items():
+        ahead = None if self._ahead is None else self._ahead.take(group)
+        batch = self._prepared(group) if ahead is None else ahead
+        if ahead is None:
+            raw = self._module[0](batch.features)
+        else:
+            raw = {n: m.compute_and_output_dist(batch.contexts[n], batch.inputs[n]) for n, m in self._sharded().items()}
+        samples, found = batch.samples, {}
+        for name, part in batch.parts.items():
             out = raw[name]
             out = out.wait() if hasattr(out, "wait") else out
             out = out[0] if isinstance(out, tuple) else out
             for k in self.reads[name]:
                 found[k.key] = self._result(k, out, part, samples, bags="bags" in name)
         return {k.key: found[k.key] for k in self.table_set.lookups}
+
+    def prefetch(self, group: SparseGroup) -> None:
+        """Begin the exchange of the next batch's ids on a side stream."""
+        if self._ahead is not None:
+            with self._ahead.beside(wait=True):
+                batch = self._prepared(group)
+            self._ahead.begin(self._sharded(), batch)
+
+    def _sharded(self) -> dict[str, Any]:
+        holder = self._module[0].module
+        return {name: getattr(holder, name) for name in self.reads}
+
+    def _prepared(self, group: SparseGroup) -> Prepared:
+        self._check(group)
+        samples = group.batch_size
+        wide = self._widest(samples)
+        parts = {name: select(group, [k.key for k in reads]) for name, reads in self.reads.items()}
+        return Prepared(group, samples, parts, {n: self._features(part, samples, wide, n) for n, part in parts.items()})
 
     def _widest(self, samples: int) -> int:
         """Samples of the largest rank: TorchRec's row-wise tables want equal batches, so smaller ones get empty bags."""
@@ -342,7 +364,9 @@ class TorchrecTables(nn.Module):
 
     @torch.no_grad()
     def after_backward(self, ok: Tensor) -> None:
-        """Row-wise AdaGrad on data-parallel tables, and the average over replicas where it is due."""
+        """Row-wise AdaGrad on data-parallel tables, the average over replicas where it is due; the next batch's ids go on their way."""
+        if self._ahead is not None:
+            self._ahead.go_on()
         for name, weight in self.replicated.items():
             grad, weight.grad = weight.grad, None
             if grad is None:
@@ -380,11 +404,13 @@ class TorchrecTables(nn.Module):
 
     def describe(self) -> list[str]:
         """TorchRec's plan, bytes, and what overlaps what."""
-        return [
-            *self.lines,
-            "not pipelined: input and output exchange of TorchRec's tables (a train pipeline of TorchRec's own owns the loop; "
-            'sparse = "gem-2d" overlaps them)',
-        ]
+        if self._ahead is None:
+            return [
+                *self.lines,
+                "not pipelined: ids and rows of TorchRec's tables (fully sharded, data-parallel or collision-managed ones)",
+            ]
+        when = "" if self.device.type == "cuda" else " (on CUDA only)"
+        return [*self.lines, f"pipelined: ids of the next batch with the backward pass{when}", "not pipelined: rows, and their gradients"]
 
 
 class _Reset:

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gem_core import KernelSpec
@@ -165,12 +166,14 @@ def sdpa_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[boo
 
 
 def matmul_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> Any:
-    eps, given = problem.option("eps"), _settings(problem)
-    k_, v_ = _by_sample(k, k_offsets), _by_sample(v, k_offsets)
+    eps, name, scale_in, scale_out = (problem.option(n) for n in ("eps", "activation", "scale_in", "scale_out"))
+    keys, values = _by_head(k, k_offsets), _by_head(v, k_offsets)
     l, mean, rstd = _compiled(_before)(q, eps)
-    attended = l.new_zeros(q.shape[0] + 1, *q.shape[1:])
+    attended = torch.zeros_like(l)
     for samples, longest in buckets(q_offsets):
-        _compiled(_bucket_forward)(*given, longest, samples, q_offsets, l, k_, v_, attended)
+        places = _places(q_offsets, samples, longest, q.shape[0])
+        s = _take(l, places, longest) @ _select(keys, samples).transpose(1, 2)
+        _put(attended, places, _compiled(_weights)(name, scale_in, scale_out, s) @ _select(values, samples))
     out, out_rstd = _compiled(_after)(attended, l, q, q_offsets, eps)
     return out, (q, k, v, q_offsets, k_offsets, out, mean, rstd, out_rstd)
 
@@ -182,13 +185,19 @@ def matmul_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[b
     assert v is not None
     assert q_offsets is not None
     assert k_offsets is not None
-    k_, v_ = _by_sample(k, k_offsets), _by_sample(v, k_offsets)
+    name, scale_in, scale_out = (problem.option(n) for n in ("activation", "scale_in", "scale_out"))
+    keys, values = _by_head(k, k_offsets), _by_head(v, k_offsets)
     l, do = _compiled(_before_backward)(dout, q, q_offsets, out, mean, rstd, out_rstd)
-    dl, dk, dv = l.new_zeros(q.shape[0] + 1, *q.shape[1:]), torch.zeros_like(k_), torch.zeros_like(v_)
+    dl, dk, dv = torch.zeros_like(l), torch.zeros_like(keys), torch.zeros_like(values)
     for samples, longest in buckets(q_offsets):
-        _compiled(_bucket_backward)(*_settings(problem), longest, samples, q_offsets, l, do, k_, v_, dl, dk, dv)
+        places = _places(q_offsets, samples, longest, q.shape[0])
+        rows, g, own = _take(l, places, longest), _take(do, places, longest), _select(keys, samples)
+        p, ds = _compiled(_dscores)(name, scale_in, scale_out, rows @ own.transpose(1, 2), g @ _select(values, samples).transpose(1, 2))
+        dv.index_copy_(1, samples, (p.transpose(1, 2) @ g).view(*dv.shape[:1], -1, *dv.shape[2:]))
+        dk.index_copy_(1, samples, (ds.transpose(1, 2) @ rows).view(*dk.shape[:1], -1, *dk.shape[2:]))
+        _put(dl, places, ds @ own)
     dq = _compiled(_after_backward)(dl, do, dout, q, q_offsets, mean, rstd)
-    return dq, dk.flatten(0, 1), dv.flatten(0, 1)
+    return dq, _by_row(dk, k), _by_row(dv, v)
 
 
 def buckets(offsets: Tensor) -> list[tuple[Tensor, int]]:
@@ -203,59 +212,59 @@ def buckets(offsets: Tensor) -> list[tuple[Tensor, int]]:
     return remembered([offsets], "buckets of a peer", find)
 
 
-def _by_sample(x: Tensor, offsets: Tensor) -> Tensor:
-    """``[B, keys, H, D]``."""
+def _by_head(x: Tensor, offsets: Tensor) -> Tensor:
+    """``[H, B, keys, D]``."""
     longest, rows, equal = lengths(offsets)
     if not equal:
         raise OpError("matmul: the samples of this batch differ in keys", where="kernels.ops.norm_gdpa", fix="use another implementation")
-    return x[:rows].view(offsets.numel() - 1, longest, *x.shape[1:])
+    return x[:rows].view(offsets.numel() - 1, longest, *x.shape[1:]).permute(2, 0, 1, 3).contiguous()
 
 
-def _settings(problem: Problem) -> tuple[str, float, float]:
-    return problem.option("activation"), problem.option("scale_in"), problem.option("scale_out")
+def _by_row(x: Tensor, like: Tensor) -> Tensor:
+    """Inverse of `_by_head`; slack rows are zero."""
+    rows = x.permute(1, 2, 0, 3).flatten(0, 1)
+    return rows if rows.shape == like.shape else torch.cat([rows, rows.new_zeros(like.shape[0] - rows.shape[0], *rows.shape[1:])])
 
 
 def _places(offsets: Tensor, samples: Tensor, longest: int, rows: int) -> Tensor:
-    """Row of each of ``longest`` places of the samples, ``rows`` where a sample has none, ``[n, longest]``."""
+    """Row of each of ``longest`` places of the samples, ``rows`` where a sample has none, ``[n * longest]``."""
     at = torch.arange(longest, device=offsets.device)
     begin = offsets[samples][:, None]
-    return torch.where(begin + at < offsets[samples + 1][:, None], begin + at, rows)
+    return torch.where(begin + at < offsets[samples + 1][:, None], begin + at, rows).flatten()
 
 
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """``[n, H, longest, D]``, zeros where there is no row."""
-    real = places < x.shape[0]
-    return torch.where(real[:, :, None, None], x[torch.where(real, places, 0)], 0).transpose(1, 2)
+def _take(x: Tensor, places: Tensor, longest: int) -> Tensor:
+    """``[H, N + 1, D] -> [H * n, longest, D]``."""
+    return x.index_select(1, places).view(-1, longest, x.shape[2])
 
 
-def _bucket_forward(
-    name: str, scale_in: float, scale_out: float, longest: int, samples: Tensor, offsets: Tensor, l: Tensor, k: Tensor, v: Tensor,
-    attended: Tensor,
-) -> None:  # fmt: skip
-    places = _places(offsets, samples, longest, l.shape[0])
-    p = scale_out * act(name, scale_in * (_take(l, places) @ k[samples].permute(0, 2, 3, 1)))
-    attended[places] = (p @ v[samples].transpose(1, 2)).transpose(1, 2)
+def _put(x: Tensor, places: Tensor, rows: Tensor) -> None:
+    x.index_copy_(1, places, rows.view(x.shape[0], -1, x.shape[2]))
 
 
-def _bucket_backward(
-    name: str, scale_in: float, scale_out: float, longest: int, samples: Tensor, offsets: Tensor, l: Tensor, do: Tensor, k: Tensor,
-    v: Tensor, dl: Tensor, dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
-    places = _places(offsets, samples, longest, l.shape[0])
-    rows, g = _take(l, places), _take(do, places)
-    keys, values = k[samples].transpose(1, 2), v[samples].transpose(1, 2)
-    s = scale_in * (rows @ keys.transpose(2, 3))
-    dv[samples] = ((scale_out * act(name, s)).transpose(2, 3) @ g).transpose(1, 2)
-    ds = scale_in * scale_out * act_grad(name, s) * (g @ values.transpose(2, 3))
-    dk[samples] = (ds.transpose(2, 3) @ rows).transpose(1, 2)
-    dl[places] = (ds @ keys).transpose(1, 2)
+def _select(x: Tensor, samples: Tensor) -> Tensor:
+    """``[H, B, keys, D] -> [H * n, keys, D]``."""
+    return x.index_select(1, samples).flatten(0, 1)
+
+
+def _weights(name: str, scale_in: float, scale_out: float, s: Tensor) -> Tensor:
+    return scale_out * act(name, scale_in * s)
+
+
+def _dscores(name: str, scale_in: float, scale_out: float, s: Tensor, dp: Tensor) -> tuple[Tensor, Tensor]:
+    return scale_out * act(name, scale_in * s), scale_in * scale_out * act_grad(name, scale_in * s) * dp
+
+
+def _headed(x: Tensor, like: Tensor) -> Tensor:
+    """``[N, H * D] -> [H, N + 1, D]`` in ``like``'s dtype, a row of zeros last."""
+    return F.pad(x.to(like.dtype).view(like.shape).transpose(0, 1), (0, 0, 0, 1)).contiguous()
 
 
 def _before(q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     x = q.flatten(1).float()
     var, mean = torch.var_mean(x, 1, correction=0)
     rstd = torch.rsqrt(var + eps)
-    return ((x - mean[:, None]) * rstd[:, None]).to(q.dtype).view(q.shape), mean, rstd
+    return _headed((x - mean[:, None]) * rstd[:, None], q), mean, rstd
 
 
 def _live(x: Tensor, offsets: Tensor) -> Tensor:
@@ -263,7 +272,7 @@ def _live(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _after(attended: Tensor, l: Tensor, q: Tensor, offsets: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    o = (attended[:-1] + l).flatten(1).float()
+    o = (attended + l)[:, :-1].transpose(0, 1).flatten(1).float()
     rstd = torch.rsqrt(o.square().mean(1) + eps)
     out = torch.where(_live(q, offsets), o * rstd[:, None] + q.flatten(1).float(), 0)
     return out.to(q.dtype).view(q.shape), rstd
@@ -277,12 +286,12 @@ def _before_backward(
     hat = torch.where(live, out.flatten(1).float() - x, 0)
     do = torch.where(live, out_rstd[:, None] * (d - hat * (d * hat).mean(1, keepdim=True)), 0)
     l = torch.where(live, (x - mean[:, None]) * rstd[:, None], 0)
-    return l.to(q.dtype).view(q.shape), do.to(q.dtype).view(q.shape)
+    return _headed(l, q), _headed(do, q)
 
 
 def _after_backward(dl: Tensor, do: Tensor, dout: Tensor, q: Tensor, offsets: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     normed = (q.flatten(1).float() - mean[:, None]) * rstd[:, None]
-    g = (dl[:-1].float() + do.float()).flatten(1)
+    g = (dl.float() + do.float())[:, :-1].transpose(0, 1).flatten(1)
     dq = rstd[:, None] * (g - g.mean(1, keepdim=True) - normed * (g * normed).mean(1, keepdim=True)) + dout.flatten(1).float()
     return torch.where(_live(q, offsets), dq, 0).to(q.dtype).view(q.shape)
 

@@ -119,6 +119,9 @@ class TokenMix(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dim() == 3:
+            # matmul would copy x turned, and its gradient back, to make one product of the whole batch
+            return torch.bmm(self.weight.to(x.dtype).expand(x.shape[0], -1, -1), x)
         return torch.matmul(self.weight.to(x.dtype), x)
 
 

@@ -127,6 +127,13 @@ def test_the_losses_are_those_of_the_formulas():
     assert (5 * y > 1).any()
 
 
+def test_a_rank_without_samples_adds_nothing():
+    model = model_with({"teacher": TEACHER})
+    found = gradients(model, batch_of().select_range(0, 0), aux=True)
+    assert found
+    assert not any(g.any() for g in found.values())
+
+
 def test_a_masked_label_is_taught_too():
     batch = batch_of()
     model = model_with({"teacher": {"cvr": TEACHER["cvr"]}, "adapter": False})

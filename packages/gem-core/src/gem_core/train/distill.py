@@ -62,9 +62,9 @@ class Distillation(nn.Module):
         self.tasks = [task for task in tasks if task in config.teacher]
         self.places = [tasks.index(task) for task in self.tasks]
         self.columns = [config.teacher[task] for task in self.tasks]
-        outputs = 2 if config.adapter else 1
+        self.outputs = 2 if config.adapter else 1
         # "heads": recipes leave modules of this name in fp32
-        self.heads = TaskHeads(Mlp(width, (*config.hidden, outputs), activation="silu") for _ in self.tasks)
+        self.heads = TaskHeads(Mlp(width, (*config.hidden, self.outputs), activation="silu") for _ in self.tasks)
         self.adapter = Mlp(len(self.tasks), (*config.adapter_hidden, len(self.tasks)), activation="silu") if config.adapter else None
         if self.adapter is not None:
             last = [m for m in self.adapter.modules() if isinstance(m, nn.Linear)][-1]
@@ -83,7 +83,7 @@ class Distillation(nn.Module):
         c, total = self.config, torch.as_tensor(batch_total(batch), dtype=torch.float32, device=trunk.device)
         weights, labelled = sample_weights(batch)[:, self.places], label_weights(batch)[:, self.places]
         teacher = torch.stack([batch.columns[name] for name in self.columns], 1).float()
-        z = self.heads(_Scaled.apply(trunk.flatten(1).float(), c.beta)).view(batch.size, len(self.tasks), -1)  # type: ignore[no-untyped-call]
+        z = self.heads(_Scaled.apply(trunk.flatten(1).float(), c.beta)).view(batch.size, len(self.tasks), self.outputs)  # type: ignore[no-untyped-call]
         loss = (c.weight * _bce(z[:, :, 0], (c.alpha * teacher).clamp(0, 1)) * weights).sum()
         if self.adapter is not None:
             logits = torch.logit(teacher, eps=1e-6)

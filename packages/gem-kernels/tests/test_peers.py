@@ -37,6 +37,35 @@ class TestVarlen(_Peer):
     dtypes = (torch.bfloat16,)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="FlashAttention needs a GPU")
+@pytest.mark.parametrize("shared", [False, True])
+def test_sdpa_of_equal_lengths(shared: bool) -> None:
+    from gem_core import ops
+
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randn(n, 2, 64, generator=generator).to("cuda", torch.bfloat16) for n in (6 if shared else 4 * 40, 4 * 40, 4 * 40)]
+    offsets = torch.arange(5, device="cuda") * 40
+    found = {}
+    for backend, dtype in (("sdpa", torch.bfloat16), ("reference", torch.float32)):
+        leaves = [t.to(dtype).requires_grad_() for t in rows]
+        out = ops.jagged_attention(*leaves, None if shared else offsets, offsets, broadcast_q=shared, causal=not shared, backend=backend)
+        weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(dtype)
+        found[backend] = [t.float() for t in (out, *torch.autograd.grad(out, leaves, weights))]
+    for got, want in zip(*found.values(), strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="FlashAttention needs a GPU")
+def test_sdpa_refuses_other_lengths() -> None:
+    from gem_core import ops
+
+    q, _, _, offsets, _ = _case(torch.bfloat16)
+    with pytest.raises(OpError, match="differ in length"):
+        ops.jagged_attention(q, q, q, offsets, backend="sdpa")
+
+
 def _case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([3, 0, 17, 1, 40])

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from gem_core import doctor
+from gem_core.config import load_config
 from gem_core.doctor import Environment, Finding, Gpu, Report, Torch, diagnose
+from gem_core.doctor_run import Demand, judge, weigh
 
 PY = "/venv/bin/python"
 H100 = Gpu("NVIDIA H100 80GB HBM3", "sm_90", "580.65.06")
@@ -27,7 +29,7 @@ GPU = Environment(
     executable=PY,
     system="Linux x86_64",
     packages={"torch": "2.11.0+cu130", "triton": "3.6.0", "fbgemm-gpu": "1.6.0", "torchrec": "1.6.1"},
-    torch=Torch("2.11.0+cu130", "13.0", CUDA13, sees_gpu=True, wants_triton="3.6.0"),
+    torch=Torch("2.11.0+cu130", "13.0", CUDA13, sees_gpu=True, nccl="2.28.9", wants_triton="3.6.0"),
     gpus=(H100,),
 )
 
@@ -178,6 +180,60 @@ FAULTS: dict[str, tuple[Environment, str, str, str, tuple[str, ...]]] = {
         (f"{PY} -m pip uninstall -y acme",),
     ),
     "plug-ins that cannot be listed": (replace(CPU, plugin_error="two entry points"), "error", "plugins", "two entry points", ()),
+    "a nightly torch": (
+        torch(packages(CPU, fbgemm_gpu_cpu=None, torchrec=None), version="2.14.0.dev20260901+cpu"),
+        "warning",
+        "torch",
+        "torch 2.14.0.dev20260901+cpu is a nightly build, which is deleted from its index after some weeks; tested are 2.11 and 2.13",
+        (f"{PY} -m pip install torch==2.13.0",),
+    ),
+    "several GPUs without NCCL": (
+        torch(replace(GPU, gpus=(H100, H100)), nccl=None),
+        "error",
+        "nccl",
+        "torch 2.11.0+cu130 has no NCCL: 2 GPUs of this machine cannot talk to each other",
+        (f"{PY} -m pip install --force-reinstall torch==2.11.0",),
+    ),
+    "FBGEMM on a Grace host": (
+        replace(packages(GPU, fbgemm_gpu=None, fbgemm_gpu_cpu="1.6.0"), system="Linux aarch64"),
+        "warning",
+        "fbgemm",
+        "FBGEMM has no CUDA wheel for aarch64; fbgemm-gpu-cpu 1.6.0 has no CUDA kernels",
+        ("gemrec train CONFIG --set parallel.sparse=gem-2d",),
+    ),
+    "a library built from source": (
+        replace(GPU, built={"fbgemm-gpu": "https://github.com/pytorch/FBGEMM"}),
+        "warning",
+        "fbgemm-gpu",
+        "fbgemm-gpu 1.6.0 was built from https://github.com/pytorch/FBGEMM; only published wheels are tested together",
+        (f"{PY} -m pip install --force-reinstall --no-deps --only-binary :all: fbgemm-gpu==1.6.0",),
+    ),
+    "a package whose needs are missing": (
+        replace(CPU, conflicts=(("gem-kernels", "gem-kernels 0.1.0 requires triton, which is not installed."),)),
+        "error",
+        "gem-kernels",
+        "gem-kernels 0.1.0 requires triton, which is not installed",
+        (f"{PY} -m pip install triton",),
+    ),
+    "a package whose needs are too old": (
+        replace(CPU, conflicts=(("gem-data", "gem-data 0.1.0 has requirement pyarrow>=18, but you have pyarrow 17.0.0."),)),
+        "error",
+        "gem-data",
+        "gem-data 0.1.0 has requirement pyarrow>=18, but you have pyarrow 17.0.0",
+        (f"{PY} -m pip install 'pyarrow>=18'",),
+    ),
+    "two pins of the CUTLASS DSL": (
+        replace(
+            GPU,
+            conflicts=(
+                ("quack-kernels", "quack-kernels 0.2 has requirement nvidia-cutlass-dsl==4.3.0, but you have nvidia-cutlass-dsl 4.2.1."),
+            ),
+        ),
+        "warning",
+        "quack-kernels",
+        "libraries pin different releases of the CUTLASS DSL, and one environment holds one",
+        ("python3 -m venv .venv-cutlass", ".venv-cutlass/bin/python -m pip install quack-kernels"),
+    ),
     "little shared memory": (
         replace(GPU, gpus=(H100, H100), shm_bytes=64 << 20),
         "warning",
@@ -204,6 +260,125 @@ def test_a_wheel_without_code_for_the_gpu():
     assert (finding.level, finding.subject) == ("error", "fbgemm")
     assert finding.message.startswith("fbgemm-gpu 1.7.0 holds no code for sm_103 and no PTX")
     assert finding.cure == (f"{PY} -m pip install torch==2.13.0 fbgemm-gpu==1.8.0",)
+
+
+PAINS = {
+    1: ("fbgemm of another torch", "torchrec of another torch", "fbgemm that does not load", "the CUDA build over the CPU build"),
+    2: ("a GPU for which torch has no code",),
+    3: ("a library built from source",),
+    4: ("FBGEMM on a Grace host",),
+    5: ("a nightly torch", "an untested torch"),
+    6: ("a package whose needs are missing", "a package whose needs are too old"),
+    7: ("triton of another torch", "a broken plug-in"),
+    8: ("two pins of the CUTLASS DSL",),
+    9: ("a library built from source",),
+}
+"""What users of the neighbouring projects complain about most when installing, by number -> the faults above that are it."""
+
+
+def test_every_pain_of_installing_is_a_fault_that_is_found():
+    assert all(name in FAULTS for names in PAINS.values() for name in names)
+    assert sorted(PAINS) == list(range(1, 10))
+
+
+def test_a_newer_torch_is_told_and_not_refused():
+    (finding,) = diagnose(torch(packages(CPU, fbgemm_gpu_cpu=None, torchrec=None), version="2.20.1"))
+    assert finding.level == "warning"
+
+
+SMALL = Demand(
+    "/runs",
+    "ext4",
+    free=10 << 30,
+    memory=8 << 30,
+    device_memory=None,
+    dense_parameters=1_000_000,
+    table_bytes=1 << 30,
+    checkpoints=3,
+)
+RUNS = {
+    "fits": (SMALL, None, "", ()),
+    "tables larger than the memory": (
+        replace(SMALL, table_bytes=9 << 30, free=99 << 30),
+        "memory",
+        "parameters, tables and optimizer state take 9.0 GiB (tables 9.0 GiB), the memory is 8.0 GiB",
+        (
+            "gemrec plan CONFIG --cluster CLUSTER.toml --world N",
+            "gemrec train CONFIG --set parallel.dense=fsdp --set parallel.sparse=gem-2d",
+        ),
+    ),
+    "tables larger than the GPU": (
+        replace(SMALL, device_memory=512 << 20),
+        "GPU memory",
+        "the GPU memory is 0.5 GiB",
+        (
+            "gemrec plan CONFIG --cluster CLUSTER.toml --world N",
+            "gemrec train CONFIG --set parallel.dense=fsdp --set parallel.sparse=gem-2d",
+        ),
+    ),
+    "sharded": (replace(SMALL, device_memory=512 << 20, sharded=True), None, "", ()),
+    "checkpoints larger than the disk": (
+        replace(SMALL, free=int(2.5 * (1 << 30))),
+        "disk",
+        "3 checkpoints (one while it is written) take 3.0 GiB, /runs has 2.5 GiB free",
+        ("gemrec train CONFIG --set train.keep_checkpoints=1", "gemrec train CONFIG --set run.dir=FOLDER_ON_A_LARGER_DISK"),
+    ),
+    "a folder in memory": (
+        replace(SMALL, file_system="tmpfs"),
+        "disk",
+        "/runs is on tmpfs: checkpoints are gone when the machine or container is",
+        ("gemrec train CONFIG --set run.dir=FOLDER_ON_A_DISK",),
+    ),
+    "a folder of the network": (
+        replace(SMALL, file_system="nfs4"),
+        "disk",
+        "training waits while 1.0 GiB are written over the network",
+        ("gemrec train CONFIG --set train.checkpoint_async=true",),
+    ),
+    "few open files": (
+        replace(SMALL, open_files=256),
+        "open files",
+        "this shell allows 256 open files",
+        ("ulimit -n 65536",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_whether_a_run_fits(name: str):
+    demand, subject, words, cure = RUNS[name]
+    found = list(judge(demand))
+    if subject is None:
+        assert found == []
+        return
+    (finding,) = found
+    assert (finding.subject, finding.cure) == (subject, cure)
+    assert words in finding.message
+
+
+def test_a_configuration_is_weighed(tmp_path):
+    config = load_config(None, {"model.preset": "tiny", "run.dir": str(tmp_path / "not" / "there")})
+    demand = weigh(config)
+    assert demand.free > 0
+    assert demand.memory is not None
+    assert demand.folder == str(tmp_path / "not" / "there")
+    assert demand.checkpoints == config.train.keep_checkpoints + 1
+    import torch as installed
+
+    from gem_core.config import resolve
+    from gem_core.plugins import manager
+
+    resolved = resolve(config)
+    installed.manual_seed(0)
+    model = manager().find("model", config.model.name).build(resolved.model, resolved.config.features)
+    names = {n: p.numel() for n, p in model.named_parameters()}
+    assert demand.dense_parameters == sum(size for n, size in names.items() if not n.startswith("tables."))
+    tables = model.table_set.tables
+    assert demand.table_bytes == sum(4 * t.rows * t.dim + 4 * t.rows for t in tables) > 0
+    # A GPU that is too small is the one that counts, unless the run asks for the CPU.
+    small = (replace(H100, memory=1 << 20), replace(H100, memory=1 << 30))
+    assert weigh(config, small).device_memory == 1 << 20
+    assert weigh(load_config(None, {"run.device": "cpu"}), small).device_memory is None
 
 
 @pytest.mark.parametrize(

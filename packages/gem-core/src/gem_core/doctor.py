@@ -16,9 +16,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gem_core.errors import GemError
+
+if TYPE_CHECKING:
+    from gem_core.doctor_run import Demand
 
 FBGEMM_CPU, FBGEMM_CUDA = "fbgemm-gpu-cpu", "fbgemm-gpu"
 TORCHREC_NEEDS = ("tensordict", "torchmetrics==1.0.3", "tqdm", "iopath", "pyre-extensions", "orjson", "pyvers", "importlib_metadata")
@@ -60,6 +63,8 @@ class Gpu:
     name: str
     arch: str
     driver: str
+    memory: int | None = None
+    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,12 @@ class Torch:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything that `diagnose` looks at. ``broken_imports``: distribution -> why importing it fails."""
+    """Everything that `diagnose` looks at.
+
+    ``broken_imports``: distribution -> why importing it fails. ``conflicts``: (distribution, what pip's check says of it) of installed
+    distributions that miss a need or have it in a wrong version. ``built``: distribution -> where it was built from, of those that did not
+    come as a published wheel.
+    """
 
     python: tuple[int, int, int]
     executable: str
@@ -85,6 +95,8 @@ class Environment:
     torch: Torch | None
     gpus: tuple[Gpu, ...] = ()
     broken_imports: dict[str, str] = field(default_factory=dict)
+    conflicts: tuple[tuple[str, str], ...] = ()
+    built: dict[str, str] = field(default_factory=dict)
     plugins: tuple[dict[str, Any], ...] = ()
     plugin_error: str | None = None
     shm_bytes: int | None = None
@@ -104,13 +116,15 @@ class Finding:
 class Report:
     environment: Environment
     findings: tuple[Finding, ...]
+    demand: Demand | None = None
 
     @property
     def ok(self) -> bool:
         return not any(f.level == "error" for f in self.findings)
 
     def as_json(self) -> str:
-        return json.dumps({"ok": self.ok, "findings": [asdict(f) for f in self.findings], **asdict(self.environment)}, indent=2)
+        run = {} if self.demand is None else {"run": asdict(self.demand)}
+        return json.dumps({"ok": self.ok, "findings": [asdict(f) for f in self.findings], **asdict(self.environment), **run}, indent=2)
 
 
 def examine() -> Report:
@@ -127,6 +141,8 @@ def diagnose(env: Environment) -> Iterator[Finding]:
     yield from _fbgemm(env)
     yield from _torchrec(env)
     yield from _imports(env)
+    yield from _built(env)
+    yield from _needs(env)
     yield from _plugins(env)
     yield from _shared_memory(env)
 
@@ -148,8 +164,12 @@ def _torch(env: Environment) -> Iterator[Finding]:
     if torch is None:
         yield Finding("error", "torch", "torch is not installed", (_pip(env, "install torch==2.13.0"),))
         return
-    if _minor(torch.version) not in RELEASES:
-        tested = " and ".join(RELEASES)
+    tested = " and ".join(RELEASES)
+    if ".dev" in torch.version:
+        newest = list(RELEASES)[-1]
+        message = f"torch {torch.version} is a nightly build, which is deleted from its index after some weeks; tested are {tested}"
+        yield Finding("warning", "torch", message, (_pip(env, f"install torch=={newest}.0"),))
+    elif _minor(torch.version) not in RELEASES:
         yield Finding("warning", "torch", f"torch {torch.version} is not among the tested releases ({tested})")
     if not env.gpus:
         return
@@ -170,6 +190,13 @@ def _torch(env: Environment) -> Iterator[Finding]:
             "driver",
             f"torch {torch.version} was built for CUDA {torch.cuda}, which needs driver {needed} or newer; the driver is {driver}",
             (f"apt-get install -y nvidia-driver-{needed}-server", "reboot"),
+        )
+    elif torch.sees_gpu and torch.nccl is None and len(env.gpus) > 1:
+        yield Finding(
+            "error",
+            "nccl",
+            f"torch {torch.version} has no NCCL: {len(env.gpus)} GPUs of this machine cannot talk to each other",
+            (_pip(env, f"install --force-reinstall torch=={torch.version.partition('+')[0]}"),),
         )
     elif not torch.sees_gpu:
         yield Finding(
@@ -218,6 +245,9 @@ def _fbgemm(env: Environment) -> Iterator[Finding]:
     if cuda is not None and cpu_machine:
         message = f"{FBGEMM_CUDA} {cuda} is a CUDA build, but torch is a CPU build: it cannot be imported (libtorch_cuda.so is missing)"
         yield Finding("error", "fbgemm", message, cure)
+    elif cpu is not None and not cpu_machine and env.system.endswith("aarch64"):
+        message = f"FBGEMM has no CUDA wheel for aarch64; {FBGEMM_CPU} {cpu} has no CUDA kernels: tables need a strategy without FBGEMM"
+        yield Finding("warning", "fbgemm", message, ("gemrec train CONFIG --set parallel.sparse=gem-2d",))
     elif cpu is not None and not cpu_machine:
         message = f"{FBGEMM_CPU} {cpu} is a CPU build, but torch is built for CUDA: embedding tables would have no CUDA kernels"
         yield Finding("error", "fbgemm", message, cure)
@@ -255,6 +285,26 @@ def _imports(env: Environment) -> Iterator[Finding]:
         else:
             cure = (_pip(env, f"install --force-reinstall --no-deps {name}=={env.packages.get(name, '').partition('+')[0]}"),)
         yield Finding("error", name, f"importing it fails: {why}", cure)
+
+
+def _built(env: Environment) -> Iterator[Finding]:
+    for name, where in env.built.items():
+        release = env.packages.get(name, "").partition("+")[0].partition(".dev")[0].partition("a")[0]
+        message = f"{name} {env.packages.get(name, '')} was built from {where}; only published wheels are tested together"
+        yield Finding("warning", name, message, (_pip(env, f"install --force-reinstall --no-deps --only-binary :all: {name}=={release}"),))
+
+
+def _needs(env: Environment) -> Iterator[Finding]:
+    for name, words in env.conflicts:
+        missing = re.search(r" requires ([\w.-]+), which is not installed", words)
+        wrong = re.search(r" has requirement ([^,;]+(?:,[<>=!~][^,;]+)*)(?:;.*)?, but you have (\S+) (\S+?)\.?$", words)
+        if missing:
+            yield Finding("error", name, words, (_pip(env, f"install {missing[1]}"),))
+        elif wrong and wrong[2].startswith("nvidia-cutlass-dsl"):
+            message = f"{words}: libraries pin different releases of the CUTLASS DSL, and one environment holds one"
+            yield Finding("warning", name, message, ("python3 -m venv .venv-cutlass", f".venv-cutlass/bin/python -m pip install {name}"))
+        elif wrong:
+            yield Finding("error", name, words, (_pip(env, f"install '{wrong[1].strip()}'"),))
 
 
 def _plugins(env: Environment) -> Iterator[Finding]:
@@ -307,6 +357,8 @@ def probe() -> Environment:
         torch=_read_torch(packages),
         gpus=_read_gpus(),
         broken_imports=_try_imports(packages),
+        conflicts=_read_conflicts({p["name"] for p in plugins}),
+        built=_read_built(),
         plugins=plugins,
         plugin_error=plugin_error,
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
@@ -333,10 +385,36 @@ def _read_gpus() -> tuple[Gpu, ...]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
-    query = [tool, "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+    query = [tool, "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
-    return tuple(Gpu(name, "sm_" + capability.replace(".", ""), driver) for name, capability, driver in rows)
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 3]
+    return tuple(
+        Gpu(name, "sm_" + capability.replace(".", ""), driver, int(mib) << 20 if mib.isdigit() else None)
+        for name, capability, driver, mib in rows
+    )
+
+
+def _read_conflicts(plugins: set[str]) -> tuple[tuple[str, str], ...]:
+    """What ``pip check`` says of gem's distributions and of whoever pins the CUTLASS DSL; nothing where there is no pip."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    lines = [
+        (line.split(" ", 1)[0], line.strip()) for line in done.stdout.splitlines() if " requires " in line or " has requirement " in line
+    ]
+    return tuple((name, line) for name, line in lines if name in plugins or "nvidia-cutlass-dsl" in line)
+
+
+def _read_built() -> dict[str, str]:
+    """The compiled distributions among `IMPORTED` that pip built or took from somewhere else than an index."""
+    found = {}
+    for name in IMPORTED:
+        try:
+            text = metadata.distribution(name).read_text("direct_url.json")
+        except metadata.PackageNotFoundError:
+            continue
+        url = json.loads(text) if text else {}
+        if "vcs_info" in url or "dir_info" in url:
+            found[name] = url["url"]
+    return found
 
 
 def _try_imports(packages: dict[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,14 +14,29 @@ def register(app: CommandGroups) -> None:
     app.command()(doctor)
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of a run: also check that it fits here.", show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the configuration.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Check versions, devices and plug-ins, and print the commands that mend each fault. Exit code 2 when there is an error.
 
-    Example: gemrec doctor --json
+    With a configuration: also whether its parameters, tables and checkpoints fit into memory and on the disk of its run folder.
+
+    Example: gemrec doctor my.toml --json
     """
     from gem_core.doctor import examine
 
     report = examine()
+    if config is not None:
+        from dataclasses import replace
+
+        from gem_core.config import load_config
+        from gem_core.doctor_run import judge, weigh
+
+        demand = weigh(load_config(config, overrides or ()), report.environment.gpus)
+        told = (replace(f, cure=tuple(c.replace("CONFIG", str(config)) for c in f.cure)) for f in judge(demand))
+        report = replace(report, findings=(*report.findings, *told), demand=demand)
     if as_json:
         print(report.as_json())
     else:
@@ -31,6 +47,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
             print(f"CUDA of torch: {env.torch.cuda or 'none (CPU build)'}; NCCL: {env.torch.nccl or 'none'}")
         print("\n".join(f"{g.name} ({g.arch}), driver {g.driver}" for g in env.gpus) or "no GPU")
         print("\n".join(f"plug-in {p['name']} {p['version']}: {p['state']}" for p in env.plugins))
+        if report.demand is not None:
+            d = report.demand
+            print(f"run: {d.dense_parameters:,} dense parameters, {d.table_bytes / 2**20:,.1f} MiB of tables with their optimizer state")
+            print(f"run folder: {d.folder} ({d.file_system or 'unknown file system'}, {d.free / 2**30:.1f} GiB free)")
         for finding in report.findings:
             print(f"\n{finding.level}: {finding.subject}: {finding.message}")
             print("\n".join(f"    {command}" for command in finding.cure))

@@ -7,6 +7,7 @@ import itertools
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -355,6 +356,25 @@ def test_a_profile_tells_exposed_communication_and_idle_time():
     host = summarise(events[:1], steps=1)
     assert host["busy_ms"] is None
     assert host["top"][0]["name"] == "aten::mm"
+
+
+def test_a_profile_tells_where_kernels_are_launched_from():
+    from gem_core.train import profile
+
+    def operator(name, parent=None, *durations):
+        return SimpleNamespace(name=name, cpu_parent=parent, kernels=[SimpleNamespace(duration=d) for d in durations])
+
+    backward = operator("autograd::engine::evaluate_function: MmBackward0")
+    op = operator("gem::norm_linear")
+    events = [backward, operator("aten::mm", operator("MmBackward0", backward), 100.0, 50.0), operator("aten::mm", backward, 50.0)]
+    events += [op, operator("aten::copy_", operator("aten::to", op), 10.0), operator("aten::copy_", None, 4.0)]
+    assert profile.origins(events, 2) == [
+        {"origin": "MmBackward0 > aten::mm", "launches": 1.5, "ms": 0.1},
+        {"origin": "gem::norm_linear > aten::copy_", "launches": 0.5, "ms": 0.005},
+        {"origin": "aten::copy_", "launches": 0.5, "ms": 0.002},
+    ]
+    shown = profile.text({**profile.summarise([], 1), "origins": profile.origins(events, 2)})
+    assert "    0.100             1.5  MmBackward0 > aten::mm" in shown
 
 
 def test_a_profile_tells_what_kernels_lose_beside_communication():

@@ -159,7 +159,7 @@ def _profile(run: Any, rt: Runtime, folder: Path | None) -> dict[str, Any] | Non
     if not rt.main:
         return None
     summary = summarise(events_of(recorded), 3) if folder is None else write(recorded, folder, 3)
-    return {key: value for key, value in summary.items() if key != "top"}
+    return {key: value for key, value in summary.items() if key not in ("top", "origins")}
 
 
 def main() -> None:

@@ -164,6 +164,9 @@ def text(summary: Mapping[str, Any]) -> str:
         lines.append("")
     lines.append(f"{'ms/step':>9} {'share':>6} {'calls':>7}  name")
     lines += [f"{row['ms']:9.3f} {row['share']:6.1%} {row['calls']:7.1f}  {row['name'][:110]}" for row in summary["top"]]
+    if summary.get("origins"):
+        lines += ["", f"{'ms/step':>9} {'':>6} {'launches':>8}  origin"]
+        lines += [f"{row['ms']:9.3f} {'':>6} {row['launches']:8.1f}  {row['origin'][:110]}" for row in summary["origins"]]
     return "\n".join(lines) + "\n"
 
 
@@ -178,10 +181,35 @@ def events_of(recorded: profile) -> list[Event]:
     ]
 
 
+def origins(operators: Iterable[Any], steps: int, top: int = 40) -> list[dict[str, Any]]:
+    """Where kernels are launched from, most launches first: ``launches`` and ``ms`` a step of each origin.
+
+    An origin is the operator that launches, after the op of this package, optimizer or backward function that it is a part of.
+
+    :param operators: the profiler's events, of which those with ``kernels`` count.
+    """
+    launches, spent = Counter[str](), Counter[str]()
+    for operator in operators:
+        kernels = getattr(operator, "kernels", None)
+        if not kernels:
+            continue
+        name, inside, parent = operator.name, "", operator.cpu_parent
+        while parent is not None:
+            own = parent.name.removeprefix("autograd::engine::evaluate_function: ")
+            if own != parent.name or own.startswith(("gem::", "Optimizer.")):
+                inside = own
+            parent = parent.cpu_parent
+        origin = f"{inside} > {name}" if inside and inside != name else name
+        launches[origin] += len(kernels)
+        spent[origin] += sum(kernel.duration for kernel in kernels)
+    return [{"origin": o, "launches": n / steps, "ms": spent[o] / (1e3 * steps)} for o, n in launches.most_common(top)]
+
+
 def write(recorded: profile, folder: Path, steps: int, trace: bool = True) -> dict[str, Any]:
     """``summary.json``, ``summary.txt`` and ``trace.json.gz`` in ``folder``; returns the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(events_of(recorded), steps)
+    summary["origins"] = origins(recorded.events() or (), steps)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "summary.txt").write_text(text(summary))
     if trace:

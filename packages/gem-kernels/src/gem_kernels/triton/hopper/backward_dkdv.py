@@ -209,7 +209,7 @@ def hopper_bwd_dkdv_kernel(
                     statistics,
                     (
                         lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-                        HKV, GROUP, CAUSAL, WINDOW, STAGES,
+                        HKV, GROUP, CAUSAL, WINDOW, STAGES, False,
                     ),
                 ),
             ],

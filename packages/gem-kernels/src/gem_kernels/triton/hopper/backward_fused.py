@@ -1,14 +1,13 @@
-"""Backward pass on Hopper for at most 128 keys a sample, in one kernel: two warpgroups, each with 64 keys, share tiles of 64 query rows.
+"""Backward pass on Hopper for short keys, in one kernel: a program has all keys of a (sample, head), one tile of 128 after the other. Two
+warpgroups, each with 64 keys of the tile, share tiles of 64 query rows.
 
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q
     dSᵀ of both warpgroups meets in shared memory      ->  dQ = dS K, 64 columns of it a warpgroup      five products a tile
 
-dK and dV leave through the staging buffer of dQ, so that the next K and V can be on their way meanwhile. delta = rowsum(O ∘ dO) is in
-memory beforehand. With more keys than one tile's, dQ would have to be summed in memory: adding it up there by TMA cost as much as the two
-products that it saved.
+The first key tile writes dQ, the following ones add theirs by TMA, in order, each time rounded to the dtype: for few tiles. dK and dV leave
+through the staging buffer of dQ, so that the next K and V can be on their way meanwhile. delta = rowsum(O ∘ dO) is in memory beforehand.
+Summing dQ in fp32 for longer keys was slower than the two kernels that compute two products more.
 """
-
-# ruff: noqa: SIM113 - the compiler knows no enumerate
 
 from __future__ import annotations
 
@@ -17,14 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
     LOG2E,
+    add_box,
     alive,
     fill_flat,
+    finish_stores,
+    key_parts,
     load_box,
     make_barriers,
-    query_range,
     read_tile,
     statistics,
     store_box,
@@ -34,43 +34,42 @@ from gem_kernels.triton.hopper.common import (
 @gluon.jit
 def _producer(
     q, k, v, dout, table, total, q_slots, do_slots, k_slot, v_slot, q_full, q_empty, do_full, do_empty,
-    k_full, k_empty, v_full, v_empty, left, right,
-    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    k_full, k_empty, v_full, v_empty,
+    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
-        row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
-        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-        mbarrier.wait(k_empty.index(0), tile & 1 ^ 1)
-        mbarrier.expect(k_full.index(0), 2 * 128 * D)
-        load_box(k, row, lk, n0, kv_head * D, k_full.index(0), k_slot.index(0), 128, D)
-        mbarrier.wait(v_empty.index(0), tile & 1 ^ 1)
-        mbarrier.expect(v_full.index(0), 2 * 128 * D)
-        load_box(v, row, lk, n0, kv_head * D, v_full.index(0), v_slot.index(0), 128, D)
-        tile += 1
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for x in range(first, last):
-                stage = step % STAGES
-                phase = (step // STAGES & 1) ^ 1
-                mbarrier.wait(q_empty.index(stage), phase)
-                mbarrier.expect(q_full.index(stage), 2 * 64 * D)
-                load_box(q, q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
-                mbarrier.wait(do_empty.index(stage), phase)
-                mbarrier.expect(do_full.index(stage), 2 * 64 * D)
-                load_box(dout, q_row, lq, x * 64, head * D, do_full.index(stage), do_slots.index(stage), 64, D)
-                step += 1
+        row, lk, q_row, lq, _n0 = read_tile(table, item, total, HKV)
+        for part in range(key_parts(lk)):
+            mbarrier.wait(k_empty.index(0), tile & 1 ^ 1)
+            mbarrier.expect(k_full.index(0), 2 * 128 * D)
+            load_box(k, row, lk, part * 128, kv_head * D, k_full.index(0), k_slot.index(0), 128, D)
+            mbarrier.wait(v_empty.index(0), tile & 1 ^ 1)
+            mbarrier.expect(v_full.index(0), 2 * 128 * D)
+            load_box(v, row, lk, part * 128, kv_head * D, v_full.index(0), v_slot.index(0), 128, D)
+            tile += 1
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                for x in range((lq + 63) // 64):
+                    stage = step % STAGES
+                    phase = (step // STAGES & 1) ^ 1
+                    mbarrier.wait(q_empty.index(stage), phase)
+                    mbarrier.expect(q_full.index(stage), 2 * 64 * D)
+                    load_box(q, q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
+                    mbarrier.wait(do_empty.index(stage), phase)
+                    mbarrier.expect(do_full.index(stage), 2 * 64 * D)
+                    load_box(dout, q_row, lq, x * 64, head * D, do_full.index(stage), do_slots.index(stage), 64, D)
+                    step += 1
 
 
 @gluon.jit
 def _consumer(
     dq, dk, dv, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
     q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
-    act_ids, left, right, scale, ds_scale, dv_scale,
+    act_ids, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
-    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -83,111 +82,100 @@ def _consumer(
     k_tile = k_slot.index(0).slice(WHO * 64, 64)
     v_tile = v_slot.index(0).slice(WHO * 64, 64)
     k_half = k_slot.index(0).slice(WHO * HALF, HALF, dim=1)
-    part = staging.index(WHO)
-    dq_part = part._reinterpret(dtype, [64, HALF], half_tile)
+    rows_out = staging.index(WHO)
+    dq_part = rows_out._reinterpret(dtype, [64, HALF], half_tile)
     step = 0
     tile = 0
-    row, lk, q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
+    row, lk, q_row, lq, _n0 = read_tile(table, gl.program_id(0), total, HKV)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
         lq = alive(lq)
-        n_row, n_lk, n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
-        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-        own = n0 + WHO * 64
-        shift = lk - lq
-        j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-        j1 = gl.minimum(own + 64, lk)
-        dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-        dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-        mbarrier.wait(k_full.index(0), tile & 1)
-        mbarrier.wait(v_full.index(0), tile & 1)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            act_id = 0
-            if act_ids is not None:
-                act_id = gl.load(act_ids + head)
-            for x in range(first, last):
-                m0 = x * 64
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                q_tile = q_slots.index(stage)
-                do_tile = do_slots.index(stage)
-                zero = gl.full([64, 64], 0.0, gl.float32, s_layout)
-                mbarrier.wait(q_full.index(stage), phase)
-                s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(do_full.index(stage), phase)
-                dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                if SOFTMAX:
-                    lse_i = lse_slots.index(stage).load(column_layout)
-                    p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
-                    slope = p
-                else:
-                    p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
-                if CAUSAL or WINDOW:
-                    p_min = m0 + shift
-                    p_max = gl.minimum(m0 + 64, lq) - 1 + shift
-                    free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
-                    if CAUSAL:
-                        free = free & (j1 - 1 <= p_min)
-                    if free == 0:
-                        i = m0 + gl.arange(0, 64, layout=column_layout)
-                        seen = visible(i[None, :] + shift, j[:, None], 0, left, right, CAUSAL, WINDOW, False)
-                        p = gl.where(seen, p, 0.0)
-                        slope = gl.where(seen, slope, 0.0)
-                p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
-                dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=(dp,))
-                if SOFTMAX:
-                    delta_i = delta_slots.index(stage).load(column_layout)
-                    # Keys past the end are zero rows, but their dS need not be finite.
-                    ds = gl.where((j < lk)[:, None], slope * (dp - delta_i[None, :]), 0.0)
-                else:
+        lk = alive(lk)
+        n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        for part in range(key_parts(lk)):
+            own = part * 128 + WHO * 64
+            if part > 0:
+                own = finish_stores(own)
+            dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            mbarrier.wait(k_full.index(0), tile & 1)
+            mbarrier.wait(v_full.index(0), tile & 1)
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                act_id = 0
+                if act_ids is not None:
+                    act_id = gl.load(act_ids + head)
+                for x in range((lq + 63) // 64):
+                    m0 = x * 64
+                    stage = step % STAGES
+                    phase = step // STAGES & 1
+                    q_tile = q_slots.index(stage)
+                    do_tile = do_slots.index(stage)
+                    zero = gl.full([64, 64], 0.0, gl.float32, s_layout)
+                    mbarrier.wait(q_full.index(stage), phase)
+                    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    mbarrier.wait(do_full.index(stage), phase)
+                    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                    if SOFTMAX:
+                        lse_i = lse_slots.index(stage).load(column_layout)
+                        # Keys past the end are zero rows: P <= 1 keeps their dS finite.
+                        p = gl.exp2(gl.minimum(s * (scale * LOG2E) - lse_i[None, :], 0.0))
+                        slope = p
+                    else:
+                        p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                    p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+                    dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                    if SOFTMAX:
+                        dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
                     ds = slope * dp
-                ds = ds.to(dtype)
-                buffer = step % BUFFERS
-                mbarrier.wait(ds_empty.index(buffer), (step // BUFFERS & 1) ^ 1)
-                ds_slots.index(buffer).slice(WHO * 64, 64).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(buffer), count=1)
-                ds16 = gl.convert_layout(ds, p_layout, assert_trivial=True)
-                dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
-                dv_acc = warpgroup_mma_wait(1, deps=(dv_acc,))
-                mbarrier.arrive(do_empty.index(stage), count=1)
-                mbarrier.wait(ds_full.index(buffer), step // BUFFERS & 1)
-                dq_zero = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
-                dq_tile = warpgroup_mma(ds_slots.index(buffer).permute((1, 0)), k_half, dq_zero, use_acc=False, is_async=True)
-                dk_acc = warpgroup_mma_wait(1, deps=(dk_acc,))
-                mbarrier.arrive(q_empty.index(stage), count=1)
-                dq_tile = warpgroup_mma_wait(0, deps=(dq_tile,))
-                mbarrier.arrive(ds_empty.index(buffer), count=1)
-                tma.store_wait(0)
-                dq_part.store((dq_tile * ds_scale).to(dtype))
-                fence_async_shared()
-                store_box(dq, q_row, lq, m0, head * D + WHO * HALF, dq_part, 64, HALF)
-                step += 1
-        mbarrier.arrive(v_empty.index(0), count=1)
-        mbarrier.arrive(k_empty.index(0), count=1)
-        tma.store_wait(0)
-        part.store((dv_acc * dv_scale).to(dtype))
-        fence_async_shared()
-        store_box(dv, row, lk, own, kv_head * D, part, 64, D)
-        dk16 = (dk_acc * ds_scale).to(dtype)
-        tma.store_wait(0)
-        part.store(dk16)
-        fence_async_shared()
-        store_box(dk, row, lk, own, kv_head * D, part, 64, D)
-        tile += 1
-        row, lk, q_row, lq, n0 = n_row, n_lk, n_q_row, n_lq, n_n0
+                    ds = ds.to(dtype)
+                    buffer = step % BUFFERS
+                    mbarrier.wait(ds_empty.index(buffer), (step // BUFFERS & 1) ^ 1)
+                    ds_slots.index(buffer).slice(WHO * 64, 64).store(ds)
+                    fence_async_shared()
+                    mbarrier.arrive(ds_full.index(buffer), count=1)
+                    ds16 = gl.convert_layout(ds, p_layout, assert_trivial=True)
+                    dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+                    dv_acc = warpgroup_mma_wait(1, deps=(dv_acc,))
+                    mbarrier.arrive(do_empty.index(stage), count=1)
+                    mbarrier.wait(ds_full.index(buffer), step // BUFFERS & 1)
+                    dq_zero = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
+                    dq_tile = warpgroup_mma(ds_slots.index(buffer).permute((1, 0)), k_half, dq_zero, use_acc=False, is_async=True)
+                    dk_acc = warpgroup_mma_wait(1, deps=(dk_acc,))
+                    mbarrier.arrive(q_empty.index(stage), count=1)
+                    dq_tile = warpgroup_mma_wait(0, deps=(dq_tile,))
+                    mbarrier.arrive(ds_empty.index(buffer), count=1)
+                    tma.store_wait(0)
+                    dq_part.store((dq_tile * ds_scale).to(dtype))
+                    fence_async_shared()
+                    if part == 0:
+                        store_box(dq, q_row, lq, m0, head * D + WHO * HALF, dq_part, 64, HALF)
+                    else:
+                        add_box(dq, q_row, lq, m0, head * D + WHO * HALF, dq_part, 64, HALF)
+                    step += 1
+            mbarrier.arrive(v_empty.index(0), count=1)
+            mbarrier.arrive(k_empty.index(0), count=1)
+            tma.store_wait(0)
+            rows_out.store((dv_acc * dv_scale).to(dtype))
+            fence_async_shared()
+            store_box(dv, row, lk, own, kv_head * D, rows_out, 64, D)
+            dk16 = (dk_acc * ds_scale).to(dtype)
+            tma.store_wait(0)
+            rows_out.store(dk16)
+            fence_async_shared()
+            store_box(dk, row, lk, own, kv_head * D, rows_out, 64, D)
+            tile += 1
+        row, lk, q_row, lq = n_row, n_lk, n_q_row, n_lq
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
+@gluon.jit(do_not_specialize=["batch", "rows", "k_rows"])
 def hopper_bwd_kernel(
     q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
-    batch, rows, k_rows, left, right, scale, ds_scale, dv_scale,
+    batch, rows, k_rows, scale, ds_scale, dv_scale,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    FAST: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
     fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
@@ -220,8 +208,8 @@ def hopper_bwd_kernel(
                     (
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
-                        act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
+                        act_ids, scale, ds_scale, dv_scale,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -229,23 +217,23 @@ def hopper_bwd_kernel(
                     (
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
-                        act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
+                        act_ids, scale, ds_scale, dv_scale,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
                     ),
                 ),
                 (
                     _producer,
                     (
                         q, k, v, dout, table, total, q_slots, do_slots, k_slot, v_slot, q_full, q_empty, do_full, do_empty,
-                        k_full, k_empty, v_full, v_empty, left, right,
-                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES,
+                        k_full, k_empty, v_full, v_empty,
+                        HKV, GROUP, D, STAGES,
                     ),
                 ),
                 (
                     statistics,
                     (
-                        lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-                        HKV, GROUP, CAUSAL, WINDOW, STAGES,
+                        lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, 0, 0,
+                        HKV, GROUP, False, False, STAGES, True,
                     ),
                 ),
             ],
@@ -260,8 +248,8 @@ def hopper_bwd_kernel(
                     (
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
-                        act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
+                        act_ids, scale, ds_scale, dv_scale,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -269,16 +257,16 @@ def hopper_bwd_kernel(
                     (
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
-                        act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, BUFFERS,
+                        act_ids, scale, ds_scale, dv_scale,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
                     ),
                 ),
                 (
                     _producer,
                     (
                         q, k, v, dout, table, total, q_slots, do_slots, k_slot, v_slot, q_full, q_empty, do_full, do_empty,
-                        k_full, k_empty, v_full, v_empty, left, right,
-                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES,
+                        k_full, k_empty, v_full, v_empty,
+                        HKV, GROUP, D, STAGES,
                     ),
                 ),
             ],

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 _BILLION = gl.constexpr(1 << 30)
@@ -82,6 +84,27 @@ def store_box(box, row0, rows, start, column, slot, ROWS: gl.constexpr, D: gl.co
     tma.async_copy_shared_to_global(box, [_BILLION, row0 + rows, _BILLION - rows + start, column], source)
 
 
+@builtin
+def _copy_add(box, coord, source, _semantic=None):
+    """`tma.async_copy_shared_to_global` that adds to what is there; the dialect has no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, box.handle, coord, source.handle)
+
+
+@gluon.jit
+def add_box(box, row0, rows, start, column, slot, ROWS: gl.constexpr, D: gl.constexpr):
+    """`store_box` that adds, rounding to the tensor's dtype."""
+    source = slot._reinterpret(slot.dtype, [1, 1, ROWS, D], box.layout)
+    _copy_add(box, [_BILLION, row0 + rows, _BILLION - rows + start, column], source)
+
+
+@gluon.jit
+def finish_stores(x):
+    """``x`` itself, once this warpgroup's stores have reached memory (`tma.store_wait` waits until their source has been read)."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def make_barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     """``SLOTS`` barriers that complete a phase after ``COUNT`` arrivals."""
@@ -137,6 +160,12 @@ def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.c
 
 
 @gluon.jit
+def key_parts(lk):
+    """Tiles of 128 keys of a sample; one without keys has one too, for the zeros that are written there."""
+    return gl.maximum((lk + 127) // 128, 1)
+
+
+@gluon.jit
 def pass_over(count, step, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
     """Give back ``count`` tiles of K and V that the other consumer works on and this one does not need; the next step."""
     for _x in range(count):
@@ -164,26 +193,27 @@ def pass_over_rows(count, step, q_full, q_empty, STAGES: gl.constexpr):
 @gluon.jit
 def statistics(
     lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """lse in powers of two and delta of every query tile, into shared memory beside Q."""
+    """lse in powers of two and delta of every query tile, into shared memory beside Q; with WHOLE once for each key tile of the sample."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     step = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
         _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
         first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for x in range(first, last):
-                i = x * 64 + gl.arange(0, 64, layout=layout)
-                at = head.to(gl.int64) * rows + q_row + i
-                lse_i = gl.load(lse + at, i < lq, float("-inf"))
-                delta_i = gl.load(delta + at, i < lq, 0.0)
-                # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
-                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-                stage = step % STAGES
-                mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
-                lse_slots.index(stage).store(lse_i)
-                delta_slots.index(stage).store(delta_i)
-                mbarrier.arrive(q_full.index(stage), count=1)
-                step += 1
+        for _part in range(key_parts(lk) if WHOLE else 1):
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                for x in range(first, last):
+                    i = x * 64 + gl.arange(0, 64, layout=layout)
+                    at = head.to(gl.int64) * rows + q_row + i
+                    lse_i = gl.load(lse + at, i < lq, float("-inf"))
+                    delta_i = gl.load(delta + at, i < lq, 0.0)
+                    # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
+                    lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+                    stage = step % STAGES
+                    mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
+                    lse_slots.index(stage).store(lse_i)
+                    delta_slots.index(stage).store(delta_i)
+                    mbarrier.arrive(q_full.index(stage), count=1)
+                    step += 1

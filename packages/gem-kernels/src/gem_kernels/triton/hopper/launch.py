@@ -91,8 +91,8 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
 
 
 def fuses(p: Plan) -> bool:
-    """Whether the single backward kernel is offered: one tile has all keys of a sample."""
-    return p.d == 128 and p.k_bound <= _ROWS and not p.broadcast
+    """Whether the single backward kernel is offered: full attention over at most two tiles of keys."""
+    return p.d == 128 and p.mask == "full" and p.k_bound <= 2 * _ROWS and not p.broadcast
 
 
 def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -236,14 +236,14 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
         )  # fmt: skip
     tiles = x.sample_tiles(x.q_offsets)
+    constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW")}
 
     def run(config: Config) -> None:
         launch(
             hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
             dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
-            x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, p.scale * gain, gain,
-            HKV=p.kv_heads, **config, **_constants(x),
+            x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, gain, HKV=p.kv_heads, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.bwd", _both_sides, run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,28 @@ def mlp_supports(problem: Problem) -> Supported:
     return _dialect()
 
 
+def norm_gdpa_supports(problem: Problem) -> Supported:
+    """Whatever the `gdpa` of this family does."""
+    answer = _on_hopper(problem)
+    if not answer:
+        return answer
+    from gem_kernels.triton.dense import norm_gdpa
+
+    return norm_gdpa.supports(problem, sys.modules[__name__])
+
+
+def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
+    from gem_kernels.triton.dense.norm_gdpa import forward as run
+
+    return run(problem, *tensors, gdpa=sys.modules[__name__])
+
+
+def _norm_gdpa_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.dense.norm_gdpa import backward as run
+
+    return run(problem, saved, dout, needs, gdpa=sys.modules[__name__])
+
+
 def _mlp_forward(problem: Problem, *tensors: Tensor | None) -> Any:
     from gem_kernels.triton.hopper.mlp import forward as run
 
@@ -151,5 +174,6 @@ def specs() -> list[KernelSpec]:
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
+    found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))
     found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, PRIORITY))
     return found

@@ -1,15 +1,21 @@
-"""mkdocs hook: the benchmarks page shows every table under docs/benchmarks, the compatibility page the versions that the project pins."""
+"""mkdocs hook: drawings are put into pages, the benchmarks page shows every result, the compatibility page the versions that are pinned.
+
+``<!-- drawing: NAME -->`` in a page becomes docs/drawings/NAME.svg, inline, so that it takes the page's colours and needs no network.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+DRAWING = re.compile(r"^<!-- drawing: ([\w-]+) -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = DRAWING.sub(lambda found: drawing(found[1]), markdown)
     if page.file.src_uri == "benchmarks.md":
         return markdown + "\n" + tables()
     if page.file.src_uri == "compatibility.md":
@@ -17,10 +23,35 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown
 
 
+def drawing(name: str) -> str:
+    """The SVG as a block of HTML."""
+    return f'<figure class="drawing">\n{(DOCS / "drawings" / f"{name}.svg").read_text()}</figure>'
+
+
 def tables() -> str:
-    """The Markdown of all results, headings one level down."""
-    pages = [path.read_text() for path in sorted((DOCS / "benchmarks").glob("*.md"))]
+    """All results, headings one level down: what a benchmark wrote as Markdown, and tables of the JSON of those that wrote none."""
+    folder, inputs = DOCS / "benchmarks", {"measured-h200"}
+    written = sorted(folder.rglob("*.md"))
+    stems = {path.stem for path in written} | inputs
+    pages = [path.read_text() for path in written] + [table_of(path) for path in sorted(folder.rglob("*.json")) if path.stem not in stems]
     return "\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE) for text in pages)
+
+
+def table_of(path: Path) -> str:
+    """The Markdown of a result file: the facts of its head, then a table for each list of rows."""
+    data = json.loads(path.read_text())
+    facts = {key: value for key, value in data.items() if isinstance(value, str | int | float)}
+    parts = [f"# {path.stem.capitalize()}\n", "; ".join(f"{key}: `{value}`" for key, value in facts.items()) + "\n"]
+    for key, rows in data.items():
+        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
+            columns = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict | list)))
+            lines = ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
+            parts.append("\n".join([f"## {key.capitalize()}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def versions() -> str:

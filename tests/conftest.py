@@ -36,6 +36,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("plugin", [name for name in PACKAGES if name != "gem-core"])
 
 
+@pytest.fixture(scope="session", name="load")
+def _load() -> Callable[[Path], ModuleType]:
+    return load
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

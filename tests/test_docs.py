@@ -6,11 +6,13 @@ that file for the blocks after it; ``# excerpt`` is a part of a file and is only
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,46 @@ def test_every_page_is_in_the_navigation():
     navigation = (PAGES.parent / "mkdocs.yml").read_text()
     for page in PAGES.rglob("*.md"):
         assert page.relative_to(PAGES).as_posix() in navigation
+
+
+def test_every_concept_has_a_drawing_that_is_there():
+    drawings = {path.stem for path in (PAGES.parent / "drawings").glob("*.svg")}
+    used: set[str] = set()
+    for page in PAGES.rglob("*.md"):
+        names = re.findall(r"^<!-- drawing: ([\w-]+) -->$", page.read_text(), re.MULTILINE)
+        assert names or page.parent.name != "concepts", f"{page.name} has no drawing"
+        used |= set(names)
+    assert used == drawings
+
+
+@pytest.mark.parametrize("drawing", sorted(path.name for path in (PAGES.parent / "drawings").glob("*.svg")))
+def test_a_drawing_needs_nothing_and_stays_inside(drawing: str):
+    """Well-formed, titled, nothing from elsewhere; boxes inside the picture; a blank line would end it as HTML inside Markdown."""
+    text = (PAGES.parent / "drawings" / drawing).read_text()
+    assert "\n\n" not in text.strip()
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    picture = ET.fromstring(text)
+    name = "{http://www.w3.org/2000/svg}"
+    assert picture.findtext(f"{name}title")
+    _, _, width, height = map(float, picture.get("viewBox", "").split())
+    boxes = list(picture.iter(f"{name}rect"))
+    assert boxes
+    for box in boxes:
+        x, y, w, h = (float(box.get(key, "")) for key in ("x", "y", "width", "height"))
+        assert x >= 0
+        assert y >= 0
+        assert x + w <= width
+        assert y + h <= height
+
+
+def test_the_benchmarks_page_holds_every_result(load):
+    """A result that no Markdown was written for is shown from its JSON."""
+    hooks = load(PAGES.parent / "hooks.py")
+    page = hooks.tables()
+    for result in (PAGES.parent / "benchmarks").rglob("*.json"):
+        data = json.loads(result.read_text())
+        command = data.get("command") or data.get("environment", {}).get("command") if isinstance(data, dict) else None
+        if command and not result.with_suffix(".md").exists():
+            assert command in page, f"{result.name} is not on the page"
+    table = hooks.table_of(PAGES.parent / "benchmarks" / "precision.json")
+    assert "| recipe | before | k | n | graph_ms | eager_ms | ratio |" in table

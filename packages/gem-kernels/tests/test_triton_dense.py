@@ -120,5 +120,5 @@ def test_refusals_say_why() -> None:
     assert "16384" in SPECS["norm"].supports(problem_of("norm", x=_draw(1, 20000))).reason
     wide = problem_of("mlp", x=_draw(1, 600), w1=_draw(8, 600), b1=None, w2=_draw(8, 8), b2=None)
     assert "in up to 128" in SPECS["mlp"].supports(wide).reason
-    q, offsets = _draw(3, 1, 256), torch.tensor([0, 3], device=DEVICE)
-    assert "head dims" in SPECS["norm_gdpa"].supports(problem_of("norm_gdpa", q=q, k=q, v=q, q_offsets=offsets)).reason
+    q, offsets = _draw(3, 1, 300), torch.tensor([0, 3], device=DEVICE)
+    assert "head widths" in SPECS["norm_gdpa"].supports(problem_of("norm_gdpa", q=q, k=q, v=q, q_offsets=offsets)).reason

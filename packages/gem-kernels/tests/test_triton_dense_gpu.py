@@ -185,9 +185,9 @@ def test_jagged_ops_over_2_31_elements() -> None:
 def test_new_lengths_do_not_recompile() -> None:
     """Batches of new sizes run the kernels that are there. (0 and 1 rows are among them.)"""
     from gem_kernels.triton.block import kernels
-    from gem_kernels.triton.dense import linear_norm_kernels, mlp_kernels, norm_gdpa_bwd, norm_gdpa_fwd, norm_kernels, norm_linear_kernels
+    from gem_kernels.triton.dense import linear_norm_kernels, mlp_kernels, norm_gdpa_kernels, norm_kernels, norm_linear_kernels
 
-    modules = (kernels, linear_norm_kernels, mlp_kernels, norm_gdpa_bwd, norm_gdpa_fwd, norm_kernels, norm_linear_kernels)
+    modules = (kernels, linear_norm_kernels, mlp_kernels, norm_gdpa_kernels, norm_kernels, norm_linear_kernels)
     jitted = [f for m in modules for n, f in vars(m).items() if n.endswith("_kernel")]
 
     def compiled() -> int:

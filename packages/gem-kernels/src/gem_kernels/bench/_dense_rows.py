@@ -253,21 +253,23 @@ class _Gdpa(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, *tensors: Tensor | None) -> Tensor:
         ctx.problem = problem
-        out, saved = _gdpa_spec().forward(problem, *tensors)
+        out, saved = _gdpa_spec(problem).forward(problem, *tensors)
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         needs = (True, True, True, False, False, False, False)
-        dq, dk, dv, *_ = _gdpa_spec().backward(ctx.problem, ctx.saved_tensors, dout, needs)
+        dq, dk, dv, *_ = _gdpa_spec(ctx.problem).backward(ctx.problem, ctx.saved_tensors, dout, needs)
         return None, dq, dk, dv, *(None for _ in contracts()["gdpa"].tensors[3:])
 
 
-def _gdpa_spec() -> KernelSpec:
-    from gem_kernels.triton import attention
+def _gdpa_spec(problem: Problem) -> KernelSpec:
+    """The implementation that would be chosen."""
+    from gem_kernels.triton import attention, hopper
 
-    return next(s for s in attention.specs() if s.op == "gdpa" and s.name == "triton")
+    able = [s for s in (*attention.specs(), *hopper.specs()) if s.op == "gdpa" and s.supports(problem)]
+    return max(able, key=lambda s: s.priority)
 
 
 def _around_gdpa(width: int, arguments: Named) -> Callable[[Named], Tensor]:

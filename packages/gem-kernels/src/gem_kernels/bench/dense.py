@@ -40,12 +40,14 @@ WORSE_THAN_TORCH = 1.5
 def run(settings: Settings) -> None:
     """Check and time the wanted rows; print them, and write ``dense.json``, ``.md`` and ``.svg``."""
     started = time.monotonic()
-    rows = [r for r in ROWS if not settings.rows or r.name in settings.rows]
+    named = {r.name: r for r in ROWS}
+    rows = [named[n] for n in settings.rows if n in named] if settings.rows else list(ROWS)
     if not rows:
         return
     # compiled backward passes are replayed many times, so they must not reuse the memory of what forward saved
     torch._functorch.config.donated_buffer = False
-    compile_ahead([(row.name, pass_, settings.tune) for row in rows for pass_ in ("forward", "backward")], _compile_row, settings.workers)
+    jobs = [(r.name, pass_, impl, settings.tune) for r in rows for pass_ in ("forward", "backward") for impl in settings.impls]
+    compile_ahead(jobs, _compile_row, settings.workers)
     say(f"compiled ahead: {time.monotonic() - started:.0f} s")
     limits = ceilings()
     say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s, copy {limits.copy:.2f} TB/s")
@@ -64,12 +66,14 @@ def run(settings: Settings) -> None:
         release()
 
 
-def _compile_row(job: tuple[str, str, bool, str]) -> str | None:
-    name, pass_, everything, target = job
+def _compile_row(job: tuple[str, str, str, bool, str]) -> str | None:
+    name, pass_, impl, everything, target = job
     try:
         with compile_only(target, every_candidate=everything):
             case = next(r for r in ROWS if r.name == name).build("cpu")
-            spec, problem = SPECS[case.op], case.problem()
+            spec, problem = next((s for s in specs() if (s.op, s.name) == (case.op, impl)), None), case.problem()
+            if spec is None:
+                return None
             result, saved = spec.forward(problem, *case.tensors())
             if pass_ == "backward":
                 spec.backward(problem, saved, _douts(case, result, seed=3), _needs(case))

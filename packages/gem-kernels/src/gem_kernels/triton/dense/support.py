@@ -72,7 +72,9 @@ def source(t: Tensor | None, rows: int, columns: int, tma: bool) -> Any:
 def weight_grad(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """``aᵀ b`` [A, B] in fp32 for a [M, A], b [M, B], added to ``out``: a plain matrix product, where the vendor's library is best."""
     if a.is_cuda and a.dtype in HALF and a.shape[0]:
-        found = torch.mm(a.t(), b, out_dtype=torch.float32)
+        # the library's split products are faster with the longer side as columns
+        turned = a.shape[1] > b.shape[1] >= 128
+        found = torch.mm(b.t(), a, out_dtype=torch.float32).t() if turned else torch.mm(a.t(), b, out_dtype=torch.float32)
     else:
         found = torch.mm(a.t().float(), b.float())
     return found if out is None else out.add_(found)

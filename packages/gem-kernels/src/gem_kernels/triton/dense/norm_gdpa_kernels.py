@@ -1,0 +1,124 @@
+"""Triton kernels of `norm_gdpa` around the products: l = LN(q), o = gdpa(l, k, v) + l, out = RMSNorm(o) + q, norms over all heads of a row.
+
+Both norms run over H·D, a product over one head only, and a program that owned whole rows would hold so much that its loads and its
+products had to take turns. So the norms are passes over rows, at the copy rate, around `gdpa` itself; what is beside a norm is in its pass.
+With n = H·D, r₂ = out_rstd, g = dout and ô = out − q, the normalised o:
+
+    rows     l, mean, rstd                                                      reads q                writes l
+    gdpa     a = gdpa(l, k, v)
+    rows     o = a + l, out = o · r₂ + q                                        reads a, q             writes out, in place of a
+    rows     do = r₂ (g − ô Σ(g ô) / n)  (RMSNorm), l again                     reads q, out, g        writes do, l
+    gdpa     da, dk, dv from do
+    rows     dl = da + do, dq = r (dl − Σdl / n − l Σ(dl l) / n) + g            reads da, do, q, g     writes dq, in place of da
+             (LayerNorm, residual)
+
+Rows past the last offset get zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(pointer, stride_row: tl.constexpr, stride_head: tl.constexpr, row, end, H: tl.constexpr, D: tl.constexpr,
+          ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """[ROWS, COLUMNS] fp32: all heads of the rows from ``row`` on, zeros from row ``end`` and column H · D on."""
+    i = row + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    at = c if stride_head == D else c // D * stride_head + c % D
+    mask = (i < end)[:, None] & (c < H * D)[None, :]
+    return tl.load(pointer + i[:, None] * stride_row + at[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, tile, row, rows, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The converse for a contiguous [rows, H, D]."""
+    i = row + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    mask = (i < rows)[:, None] & (c < H * D)[None, :]
+    tl.store(pointer + i[:, None] * (H * D) + c[None, :], tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _normed(x, mu, r, H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """(x − μ) r, zeros from column H · D on."""
+    l = (x - mu[:, None]) * r[:, None]
+    if H * D != COLUMNS:
+        l = tl.where((tl.arange(0, COLUMNS) < H * D)[None, :], l, 0.0)
+    return l
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_l_kernel(
+    q, l, mean, rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """l, mean and rstd of ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    mu = tl.sum(x, 1) / (H * D)
+    away = _normed(x, mu, tl.full([ROWS], 1.0, tl.float32), H, D, COLUMNS)
+    r = tl.where(i < end, tl.rsqrt(tl.sum(away * away, 1) / (H * D) + eps), 0.0)
+    tl.store(mean + i, mu, mask=i < rows)
+    tl.store(rstd + i, r, mask=i < rows)
+    _store(l, away * r[:, None], row, rows, H, D, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_out_kernel(
+    q, out, mean, rstd, out_rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out of ROWS rows from gdpa's result, which ``out`` holds."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    l = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
+    o = _load(out, H * D, D, row, end, H, D, ROWS, COLUMNS) + l
+    r2 = tl.where(i < end, tl.rsqrt(tl.sum(o * o, 1) / (H * D) + eps), 0.0)
+    tl.store(out_rstd + i, r2, mask=i < rows)
+    _store(out, o * r2[:, None] + x, row, rows, H, D, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_bwd_do_kernel(
+    q, out, dout, mean, rstd, out_rstd, do, l, q_offsets, batch, rows,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_gn: tl.constexpr, stride_gh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of o, and l, of ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    hat = _load(out, H * D, D, row, end, H, D, ROWS, COLUMNS) - x
+    g = _load(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
+    r2 = tl.load(out_rstd + i, mask=i < rows, other=0.0)
+    shared = tl.sum(g * hat, 1) / (H * D)
+    _store(do, (g - hat * shared[:, None]) * r2[:, None], row, rows, H, D, ROWS, COLUMNS)
+    normed = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
+    _store(l, normed, row, rows, H, D, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_bwd_dq_kernel(
+    q, do, dout, mean, rstd, dq, q_offsets, batch, rows,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_gn: tl.constexpr, stride_gh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dq of ROWS rows from gdpa's gradient, which ``dq`` holds."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    r = tl.load(rstd + i, mask=i < rows, other=0.0)
+    x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    l = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), r, H, D, COLUMNS)
+    dl = _load(dq, H * D, D, row, end, H, D, ROWS, COLUMNS) + _load(do, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    d = dl - (tl.sum(dl, 1) / (H * D))[:, None] - l * (tl.sum(dl * l, 1) / (H * D))[:, None]
+    g = _load(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
+    _store(dq, d * r[:, None] + g, row, rows, H, D, ROWS, COLUMNS)

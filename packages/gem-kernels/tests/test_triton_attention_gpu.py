@@ -195,6 +195,25 @@ def test_hopper_like_portable(op: str, mask: str, d: int) -> None:
         assert error < 4e-3, f"{name}: {error:.2e}"
 
 
+@pytest.mark.parametrize(("scale_in", "scale_out"), [(0.1, 3.0), (-0.2, 1.0)])
+@pytest.mark.parametrize("longest", [100, 250, 600])
+def test_hopper_folded_scales(longest: int, scale_in: float, scale_out: float) -> None:
+    """fast_gelu in bf16, whose constants and scale_in wait for the epilogue; few keys take the single backward kernel."""
+    needs_hopper(128)
+    q_lengths, k_lengths = drawn(40, 0, 300), drawn(40, 0, longest, seed=1)
+    qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
+    leaves = [packed(n, 4, 128, torch.bfloat16, s).requires_grad_() for s, n in enumerate([q_lengths, k_lengths, k_lengths])]
+    do = packed(q_lengths, 4, 128, torch.bfloat16, 4)
+    more = {"activation": "fast_gelu", "scale_in": scale_in, "scale_out": scale_out, "max_q_len": 300, "max_k_len": longest}
+    results = []
+    for backend in ("triton-split", "hopper-only"):
+        out = public("gdpa", *leaves, qo, ko, backend=backend, **more)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    for name, mine, other in zip(("out", "dq", "dk", "dv"), results[1], results[0]):
+        error = errors([mine], [other.double()])[0]
+        assert error < 5e-3, f"{name}: {error:.2e}"
+
+
 @pytest.mark.parametrize("rows", [1, 100, 128, 200])
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
 def test_hopper_shared_queries(op: str, rows: int) -> None:

@@ -19,6 +19,7 @@ from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
     LOG2E,
     alive,
+    fast_gelu_and_slope,
     fill_flat,
     load_box,
     make_barriers,
@@ -65,7 +66,7 @@ def _consumer(
     dk, dv, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, k_empty,
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
-    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -114,7 +115,10 @@ def _consumer(
                         p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
                         slope = p
                     else:
-                        p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                        if FOLDED:
+                            p, slope = fast_gelu_and_slope(s, scale)
+                        else:
+                            p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
                     if CAUSAL or WINDOW:
                         p_min = m0 + shift
                         p_max = gl.minimum(m0 + 64, lq) - 1 + shift
@@ -158,7 +162,7 @@ def hopper_bwd_dkdv_kernel(
     q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets, act_ids, batch, rows, k_rows, left, right,
     scale, ds_scale, dv_scale,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
@@ -186,7 +190,7 @@ def hopper_bwd_dkdv_kernel(
                         dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
                         q_full, q_empty, k_full, k_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
                     ),
                 ),
                 (
@@ -195,7 +199,7 @@ def hopper_bwd_dkdv_kernel(
                         dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
                         q_full, q_empty, k_full, k_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
                     ),
                 ),
                 (
@@ -225,7 +229,7 @@ def hopper_bwd_dkdv_kernel(
                         dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
                         q_full, q_empty, k_full, k_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
                     ),
                 ),
                 (
@@ -234,7 +238,7 @@ def hopper_bwd_dkdv_kernel(
                         dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
                         q_full, q_empty, k_full, k_empty,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, STAGES, HELD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
                     ),
                 ),
                 (

@@ -18,7 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import alive, fill_flat, key_range, load_box, make_barriers, pass_over, read_tile, store_box
+from gem_kernels.triton.hopper.common import (
+    alive,
+    fast_gelu_and_slope,
+    fill_flat,
+    key_range,
+    load_box,
+    make_barriers,
+    pass_over,
+    read_tile,
+    store_box,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -60,7 +70,8 @@ def _consumer(
     out, lse, delta, dq, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -122,7 +133,10 @@ def _consumer(
                         seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
                         slope = gl.where(seen, slope, 0.0)
                 else:
-                    _value, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                    if FOLDED:
+                        _value, slope = fast_gelu_and_slope(s, scale)
+                    else:
+                        _value, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
                     if CAUSAL or WINDOW:
                         if masked:
                             seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False)
@@ -155,7 +169,8 @@ def hopper_bwd_dq_kernel(
     q, k, v, dout, dq_box, dq, out, lse, delta, table, tile_count, q_offsets, act_ids, batch, rows, left, right,
     scale, ds_scale, delta_scale, stride_on, stride_oh,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
@@ -179,7 +194,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, dq_box, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
                 ),
             ),
             (
@@ -188,7 +203,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, dq_box, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
                 ),
             ),
             (

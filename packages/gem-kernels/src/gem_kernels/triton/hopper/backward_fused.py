@@ -20,6 +20,7 @@ from gem_kernels.triton.hopper.common import (
     LOG2E,
     add_box,
     alive,
+    fast_gelu_and_slope,
     fill_flat,
     finish_stores,
     key_parts,
@@ -69,7 +70,7 @@ def _consumer(
     q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
     act_ids, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
-    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -122,7 +123,10 @@ def _consumer(
                         p = gl.exp2(gl.minimum(s * (scale * LOG2E) - lse_i[None, :], 0.0))
                         slope = p
                     else:
-                        p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+                        if FOLDED:
+                            p, slope = fast_gelu_and_slope(s, scale)
+                        else:
+                            p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
                     p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
                     dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
                     dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -175,7 +179,7 @@ def hopper_bwd_kernel(
     q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
     batch, rows, k_rows, scale, ds_scale, dv_scale,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, num_warps: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
     fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
@@ -209,7 +213,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -218,7 +222,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -249,7 +253,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES, BUFFERS,
                     ),
                 ),
                 (
@@ -258,7 +262,7 @@ def hopper_bwd_kernel(
                         dq_box, dk_box, dv_box, table, total, q_slots, do_slots, k_slot, v_slot, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty,
                         act_ids, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, STAGES, BUFFERS,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES, BUFFERS,
                     ),
                 ),
                 (

@@ -191,6 +191,17 @@ def pass_over_rows(count, step, q_full, q_empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def fast_gelu_and_slope(s, scale):
+    """2 · gelu(x) / scale and 2 · gelu'(x) of x = scale · s by the hardware tanh: the constants are left to the epilogue."""
+    slope_1 = 0.7978845608 * scale
+    cubed = scale * scale * scale
+    u = s * s
+    t = s * (slope_1 + 0.0356774081 * cubed * u)
+    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [t], dtype=gl.float32, is_pure=True, pack=1)
+    return s + s * t, 1.0 + t + s * (slope_1 + 0.1070322243 * cubed * u) * (1.0 - t * t)
+
+
+@gluon.jit
 def statistics(
     lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
     HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,

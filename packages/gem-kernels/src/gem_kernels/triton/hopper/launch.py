@@ -154,13 +154,18 @@ def _constants(x: Inputs) -> dict[str, Any]:
     p = x.plan
     found = p.constants(True)
     return {name: found[name] for name in ("GROUP", "D", "SOFTMAX", "ACT", "ACT_SET", "CAUSAL", "WINDOW", "FAST")} | {
-        "num_warps": 4, "maxnreg": 168,
+        "FOLDED": _folds_scale(p), "num_warps": 4, "maxnreg": 168,
     }  # fmt: skip
 
 
 def _folds_scale(p: Plan) -> bool:
-    """Whether the kernel's activation leaves ``scale_in`` to the epilogue too (`gem_kernels.triton.hopper.forward`)."""
+    """Whether the kernels' activation leaves ``scale_in`` to the epilogue too."""
     return not p.softmax and p.activation == "fast_gelu" and p.dtype == "bf16"
+
+
+def _value_scale(p: Plan) -> float:
+    """What the kernels' P must still be multiplied with."""
+    return p.out_scale * p.folded_gain * (p.scale if _folds_scale(p) else 1.0)
 
 
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
@@ -169,12 +174,11 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     p, n = x.plan, config["BLOCK_N"]
     tiles = x.q_tiles(_ROWS)
     table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len)
-    gain = p.out_scale * p.folded_gain * (p.scale if _folds_scale(p) else 1.0)
     launch(
         hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table, tiles.count, x.q_offsets, x.act_ids,
-        x.batch, x.out_rows, p.left, p.right, p.scale, gain,
-        H=p.heads, FOLDED=_folds_scale(p), POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], **_constants(x),
+        x.batch, x.out_rows, p.left, p.right, p.scale, _value_scale(p),
+        H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], **_constants(x),
     )  # fmt: skip
 
 
@@ -209,7 +213,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
             _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
-            p.left, p.right, p.scale, p.scale * gain, gain, HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
+            p.left, p.right, p.scale, p.scale * gain, _value_scale(p), HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.dq", _query_side, query_side)
@@ -243,7 +247,7 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
             dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
-            x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, gain, HKV=p.kv_heads, **config, **constants,
+            x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, _value_scale(p), HKV=p.kv_heads, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.bwd", _both_sides, run)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.model.config import CrossConfig, DotConfig, NormKind, WukongConfig
-from gem_core.model.layers import Mlp, Norm, TokenMix
+from gem_core.model.layers import Mlp, Norm, TokenMix, with_each
 
 
 class FactorizationMachine(nn.Module):
@@ -29,7 +29,9 @@ class FactorizationMachine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         other = x.transpose(1, 2)
-        if self.project is not None:
+        if self.project is not None and x.is_cuda:
+            other = with_each(self.project.t(), x).transpose(1, 2)
+        elif self.project is not None:
             other = other @ self.project.to(x.dtype)
         return self.mlp(self.norm((x @ other).flatten(1))).view(-1, self.out, self.dim)
 

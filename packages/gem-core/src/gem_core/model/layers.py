@@ -119,10 +119,14 @@ class TokenMix(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and x.dim() == 3:
-            # matmul would copy x turned, and its gradient back, to make one product of the whole batch
-            return torch.bmm(self.weight.to(x.dtype).expand(x.shape[0], -1, -1), x)
-        return torch.matmul(self.weight.to(x.dtype), x)
+        return with_each(self.weight, x) if x.dim() == 3 else torch.matmul(self.weight.to(x.dtype), x)
+
+
+def with_each(weight: Tensor, x: Tensor) -> Tensor:
+    """``weight [m, n]`` times each of ``x [B, n, d]``."""
+    weight = weight.to(x.dtype)
+    # On a device matmul would copy x turned, and its gradient back, to make one product of the whole batch.
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x) if x.is_cuda else torch.matmul(weight, x)
 
 
 def after_norm(linear: nn.Module, x: Tensor, kind: NormKind, eps: float = 1e-6) -> Tensor:

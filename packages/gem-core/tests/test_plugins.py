@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gem_core import plugins
+from gem_core import hookspecs, plugins
 from gem_core.errors import PluginError
 from gem_core.hookspecs import MetricSpec, hookimpl
 from gem_core.plugins import PluginManager, PluginWarning
@@ -300,3 +300,41 @@ def test_imports_must_not_ask_for_the_manager(install: Install, site: Path, monk
             plugins.manager()
     finally:
         plugins.reset()
+
+
+def test_a_retiring_hook_works_and_its_implementation_is_told(install: Install, load: Load, monkeypatch: pytest.MonkeyPatch):
+    """The warning points at the plug-in's own line and says what to do instead; nothing else changes."""
+
+    class Older(hookspecs.GemHooks):
+        @hookspecs.retiring(since="0.4", gone="0.6", instead="offer a CallbackSpec by gem_callbacks")
+        def gem_bells(self):
+            """Offer bells."""
+
+    monkeypatch.setattr(hookspecs, "GemHooks", Older)
+    install(
+        "acme",
+        GOOD.format(name="bell").replace(
+            "    plugin = ", "        @hookimpl\n        def gem_bells(self):\n            return []\n\n    plugin = "
+        ),
+    )
+    install("other", GOOD.format(name="gong"))
+    with pytest.warns(DeprecationWarning, match="gem_bells") as told:
+        manager = load()
+    (warning,) = told
+    assert Path(warning.filename).name == "acme.py"
+    assert str(warning.message) == (
+        "gem_bells: this hook of gem-core is deprecated since 0.4 and goes in 0.6: offer a CallbackSpec by gem_callbacks"
+    )
+    assert {s.name: s.state for s in manager.status()}["acme"] == "active"
+    assert [spec.name for spec in manager.offers("callback")][-2:] == ["bell", "gong"]
+
+
+def test_an_argument_that_a_newer_core_adds_may_be_left_out(install: Install, load: Load, monkeypatch: pytest.MonkeyPatch):
+    class Newer(hookspecs.GemHooks):
+        @hookspecs.hookspec
+        def gem_callbacks(self, device):
+            """Offer callbacks; ``device`` is new."""
+
+    monkeypatch.setattr(hookspecs, "GemHooks", Newer)
+    install("acme", GOOD.format(name="bell"))
+    assert load().offers("callback")[-1].name == "bell"

@@ -44,6 +44,21 @@ hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
 
 
+def retiring(since: str, gone: str, instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark a hook of `GemHooks` that is to go, in the place of ``@hookspec``: it works, and implementing it is a DeprecationWarning.
+
+    :param since: version of gem-core that first warns; ``gone``: the later minor or major version that is without the hook.
+    :param instead: what a plug-in does in its place, as an imperative: "offer a MetricSpec".
+    """
+    words = f"this hook of gem-core is deprecated since {since} and goes in {gone}: {instead}"
+
+    def mark(hook: Callable[..., Any]) -> Callable[..., Any]:
+        marked: Callable[..., Any] = hookspec(hook, warn_on_impl=DeprecationWarning(f"{hook.__name__}: {words}"))
+        return marked
+
+    return mark
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One implementation of an op.
@@ -197,7 +212,11 @@ class Guard(Protocol):
 
 
 class GemHooks:
-    """Hook specifications. Every hook returns a list of specs and may return an empty one."""
+    """Hook specifications. Every hook returns a list of specs and may return an empty one.
+
+    They are promises: an argument is added at the end only (implementations may leave it out), and a hook that is to go is `retiring` for
+    at least one minor version before `GEM_API` is raised and it is removed.
+    """
 
     @hookspec
     def gem_kernels(self) -> list[KernelSpec]:  # type: ignore[empty-body]

@@ -27,6 +27,9 @@ from gem_data.writer import write_parquet
 BATCH = 32_768
 """Rows handed to the model at once; it sorts them by length and cuts them further, so more of them waste less."""
 
+EVENTS = 524_288
+"""Events that are enough of them, so that reading and computing overlap where histories are long."""
+
 
 @dataclass(frozen=True)
 class Predicted:
@@ -101,7 +104,7 @@ def _type(file: DataFile, name: str) -> pa.DataType:
 
 
 def _decoded(files: list[DataFile], decoder: Decoder, kept: list[str]) -> Iterator[tuple[dict[str, pa.ChunkedArray], Block]]:
-    """The kept columns and the features of row groups of ``BATCH`` rows or more together."""
+    """The kept columns and the features of row groups, together until they have ``BATCH`` rows or ``EVENTS`` events."""
     held: list[tuple[list[pa.Array], Block]] = []
 
     def joined() -> tuple[dict[str, pa.ChunkedArray], Block]:
@@ -117,10 +120,14 @@ def _decoded(files: list[DataFile], decoder: Decoder, kept: list[str]) -> Iterat
                 if rows:
                     chunk = Chunk(file, index, reader.row_group(file, index, leaves), rows)
                     held.append(([chunk.array(name) for name in kept], decoder.decode(chunk)))
-                if sum(block.size for _, block in held) >= BATCH:
+                if sum(block.size for _, block in held) >= BATCH or sum(_events(block) for _, block in held) >= EVENTS:
                     yield joined()
     if held:
         yield joined()
+
+
+def _events(block: Block) -> int:
+    return sum(int(bag.offsets[-1]) for name, bag in block.bags.items() if name.startswith("sequences."))
 
 
 def _joined(name: str, parts: Sequence[pa.Array]) -> pa.ChunkedArray:

@@ -20,7 +20,7 @@ from gem_kernels.triton.hopper.common import (
     LOG2E,
     alive,
     fast_gelu_and_slope,
-    fill_flat,
+    fill_rows,
     load_box,
     make_barriers,
     pass_over_rows,
@@ -160,14 +160,14 @@ def _consumer(
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
 def hopper_bwd_dkdv_kernel(
     q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets, act_ids, batch, rows, k_rows, left, right,
-    scale, ds_scale, dv_scale,
+    scale, ds_scale, dv_scale, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    used = gl.load(k_offsets + batch).to(gl.int64) * (HKV * D)
-    fill_flat(dk, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
-    fill_flat(dv, used, k_rows.to(gl.int64) * (HKV * D), 0.0, num_warps)
+    used = gl.load(k_offsets + batch).to(gl.int64)
+    fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
+    fill_rows(dv, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
     total = gl.load(tile_count) * HKV
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)

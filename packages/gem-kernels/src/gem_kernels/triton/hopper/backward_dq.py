@@ -21,7 +21,7 @@ from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
     alive,
     fast_gelu_and_slope,
-    fill_flat,
+    fill_rows,
     key_range,
     load_box,
     make_barriers,
@@ -167,14 +167,14 @@ def _consumer(
 @gluon.jit(do_not_specialize=["batch", "rows", "left", "right"])
 def hopper_bwd_dq_kernel(
     q, k, v, dout, dq_box, dq, out, lse, delta, table, tile_count, q_offsets, act_ids, batch, rows, left, right,
-    scale, ds_scale, delta_scale, stride_on, stride_oh,
+    scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
-        fill_flat(dq, gl.load(q_offsets + batch).to(gl.int64) * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+        fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
     total = gl.load(tile_count) * H
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)

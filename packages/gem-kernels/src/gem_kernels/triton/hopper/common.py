@@ -125,6 +125,17 @@ def fill_flat(to, begin, end, value, PROGRAM_WARPS: gl.constexpr):
 
 
 @gluon.jit
+def fill_rows(to, begin, end, stride, value, WIDTH: gl.constexpr, PROGRAM_WARPS: gl.constexpr):
+    """Rows begin .. end of WIDTH elements, ``stride`` apart, become ``value``; the grid's programs share them."""
+    BLOCK: gl.constexpr = 1024
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PROGRAM_WARPS], [0])
+    at = gl.arange(0, BLOCK, layout=layout)
+    for row in range(begin + gl.program_id(0).to(gl.int64), end, gl.num_programs(0)):
+        for start in range(0, WIDTH, BLOCK):
+            gl.store(to + row * stride + start + at, gl.full([BLOCK], value, to.dtype.element_ty, layout), start + at < WIDTH)
+
+
+@gluon.jit
 def key_range(m0, m1, lq, lk, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """Of query rows m0 .. m1: (first key block, one past the last, keys free0 .. free1 that all of the rows see)."""
     shift = lk - lq

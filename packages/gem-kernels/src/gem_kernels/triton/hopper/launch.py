@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.ops import siblings
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.attention import launch_backward, launch_forward
 from gem_kernels.triton.attention.inputs import Inputs, choose_and_run, dense_columns
@@ -78,7 +79,7 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
     if kernel == "hopper.forward":
         found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
         if p.k_bound <= 256 or 0 < p.band <= 512:
-            found.reverse()
+            found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 4}, *found]
         if p.d > 128:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}]
     elif p.d > 128:
@@ -190,8 +191,9 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     p = x.plan
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
-    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.k, x.v))
-    dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
+    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
+    if p.broadcast:
+        dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
     gain = p.out_scale * p.folded_gain
     delta_scale = 1.0 / p.out_scale if p.out_scale else 0.0
@@ -204,7 +206,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
             _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, lse, delta,
             _table(tiles, x.q_offsets, x.k_offsets, x.q_len), tiles.count, x.q_offsets, x.act_ids, x.batch, x.out_rows, p.left, p.right,
-            p.scale, p.scale * gain, delta_scale, *strides, H=p.heads, **config, **constants,
+            p.scale, p.scale * gain, delta_scale, *strides, dq.stride(0), H=p.heads, **config, **constants,
         )  # fmt: skip
 
     def key_side(config: Config) -> None:
@@ -213,7 +215,8 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
             _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
-            p.left, p.right, p.scale, p.scale * gain, _value_scale(p), HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
+            p.left, p.right, p.scale, p.scale * gain, _value_scale(p), dk.stride(0),
+            HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.dq", _query_side, query_side)

@@ -25,7 +25,7 @@ from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.runfolder import RunFolder, read_lines
 from gem_core.train.watchdog import Watchdog
 
-STEPS, EVERY = 180, 4
+STEPS, EVERY = 260, 4
 
 CONFIG = {
     "run": {"device": "cpu", "seed": 1, "threads": 1},
@@ -129,20 +129,20 @@ def test_twenty_kills_at_random_moments_change_nothing(config, tmp_path, server)
     resumed, interrupted = set(), 0
     for life in range(20):
         pid = server.start(config, folder, f"train.checkpoint_async={'true' if life % 2 else 'false'}")
-        wanted, seen, lines = rng.choice([0, *[rng.randint(1, 10)] * 2]), 0, server.steps()
+        wanted, seen, lines = rng.choice([0, *[rng.randint(1, 16)] * 2]), 0, server.steps()
         while seen < wanted:
             step = next(lines)
             if not seen:
                 resumed.add(step - 1)
             seen += 1
-        time.sleep(rng.uniform(0, 0.03 if wanted else 0.4))
+        time.sleep(rng.uniform(0, 0.02 if wanted else 0.4))
         os.kill(pid, signal.SIGKILL)
         for step in lines:
             assert step < STEPS, "the run came to its end before the last kill"
         interrupted += any((folder / "checkpoints").glob(".tmp-step-*"))
     assert server.run(config, folder, "train.checkpoint_every=100") == 0
     assert server.run(config, whole, "train.checkpoint_every=100") == 0
-    assert len(resumed) >= 5, f"too few kills came after a checkpoint: resumed from {sorted(resumed)}"
+    assert len(resumed) >= 4, f"too few kills came after a checkpoint: resumed from {sorted(resumed)}"
     assert outcome(folder) == outcome(whole)
     assert outcome(folder)[0]["steps"] == STEPS
     a, b = tensors(folder), tensors(whole)

@@ -106,6 +106,25 @@ def test_subtraction_among_large_neighbours(score: float) -> None:
     assert torch.allclose(lse[:, sound].double(), want_lse[:, sound], atol=1e-4)
 
 
+@pytest.mark.parametrize("gap", [3, 1 << 24, 1 << 34], ids=["many buckets", "large edges", "beyond 32 bits"])
+def test_time_bias_by_any_path(gap: int) -> None:
+    """Tiles that span more buckets than are selected one by one, edges beyond 32 bits, and differences beyond 32 bits; times on edges."""
+    lengths = torch.tensor([90, 0, 70])
+    offsets = lengths_to_offsets(lengths).to(DEVICE)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(160, 2, 16, generator=draw).to(DEVICE) for _ in range(3))
+    times = (gap * torch.randint(0, 4, (160,), generator=draw).cumsum(0)).to(DEVICE)
+    edges = torch.tensor([gap * i for i in range(1, 40)] + [1 << 40], device=DEVICE)
+    bias = ops.RelativeBias(
+        torch.randn(2, 9, generator=draw).to(DEVICE), torch.randn(2, 41, generator=draw).to(DEVICE), edges, times, times
+    )
+    more = {"max_q_len": 90, "max_k_len": 90, "bias": bias, "causal": True}
+    with dispatch.offering(SPECS["jagged_attention", "triton"]):
+        out = ops.jagged_attention(q, k, v, offsets, backend="triton", **more)
+    want = ops.jagged_attention(q, k, v, offsets, backend=ops.REFERENCE, **more)
+    assert torch.allclose(out, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
 VARIANTS = {
     "streamed by descriptors": {"RESIDENT": 0, "TMA": True},
     "resident": {"RESIDENT": 1},

@@ -143,10 +143,11 @@ def norm_gdpa_supports(problem: Problem) -> Supported:
     return norm_gdpa.supports(problem, sys.modules[__name__])
 
 
-def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
+def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None, whole: bool = False) -> Any:
     from gem_kernels.triton.dense.norm_gdpa import forward as run
+    from gem_kernels.triton.hopper.norm_gdpa import heads
 
-    return run(problem, *tensors, gdpa=sys.modules[__name__])
+    return run(problem, *tensors, gdpa=sys.modules[__name__], heads=heads if whole and problem.dim("D") <= 128 else None)
 
 
 def _norm_gdpa_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
@@ -175,5 +176,7 @@ def specs() -> list[KernelSpec]:
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
     found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))
+    whole = partial(_norm_gdpa_forward, whole=True)
+    found.append(KernelSpec("norm_gdpa", "hopper-whole", whole, _norm_gdpa_backward, norm_gdpa_supports, _FORCED))
     found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, PRIORITY))
     return found

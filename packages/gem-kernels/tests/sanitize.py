@@ -45,9 +45,10 @@ def calls(wanted: list[str], impls: list[str]) -> Iterator[tuple[KernelSpec, str
     for spec in triton.specs():
         if (wanted and spec.op not in wanted) or (impls and spec.name not in impls):
             continue
-        found = {name: case for name, case in cases(spec.op).items() if name != "many short samples" and not name.startswith("width")}
-        if spec.name.startswith("hopper"):
-            found = {"hopper": lambda _draw, op=spec.op: hopper_call(op)} if spec.op in ("jagged_attention", "gdpa") else {}
+        hopper = spec.name.startswith("hopper")
+        found = {n: case for n, case in cases(spec.op).items() if n != "many short samples" and (hopper or not n.startswith("width"))}
+        if hopper and spec.op in ("jagged_attention", "gdpa"):
+            found = {"hopper": lambda _draw, op=spec.op: hopper_call(op)}
         for name, case in found.items():
             call = case(Draw(torch.bfloat16, "cuda"))
             with dispatch.offering(spec):

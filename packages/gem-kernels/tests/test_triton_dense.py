@@ -11,7 +11,7 @@ import torch
 from gem_core import ops
 from gem_core.ops.explain import problem_of
 from gem_core.testing.kernels import KernelConformance, compare
-from gem_kernels.triton import dense
+from gem_kernels.triton import dense, hopper
 from gem_kernels.triton.common.device import on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,6 +44,16 @@ class TestMlp(KernelConformance):
 
 class TestNormGdpa(KernelConformance):
     spec, device, dtypes = SPECS["norm_gdpa"], DEVICE, DTYPES if DEVICE == "cuda" else DTYPES[:1]
+
+
+if DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+    HOPPER = {spec.op: spec for spec in hopper.specs() if spec.name == "hopper"}
+
+    class TestHopperMlp(KernelConformance):
+        spec, device, dtypes = HOPPER["mlp"], DEVICE, (torch.bfloat16, torch.float16)
+
+    class TestHopperNormGdpa(KernelConformance):
+        spec, device, dtypes = HOPPER["norm_gdpa"], DEVICE, (torch.bfloat16, torch.float16)
 
 
 def _draw(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:

@@ -195,6 +195,27 @@ def test_hopper_like_portable(op: str, mask: str, d: int) -> None:
         assert error < 4e-3, f"{name}: {error:.2e}"
 
 
+def test_hopper_tile_tables_know_both_sides() -> None:
+    """The same offsets on one side and others on the other side, one call after the other: few keys, and shared queries."""
+    needs_hopper(128)
+    q_lengths = drawn(30, 0, 300)
+    qo = lengths_to_offsets(q_lengths).to(DEVICE)
+    q = packed(q_lengths, 2, 128, torch.bfloat16, 0).requires_grad_()
+    for seed in (1, 2):
+        k_lengths = drawn(30, 0, 120, seed=seed)
+        ko = lengths_to_offsets(k_lengths).to(DEVICE)
+        k, v = (packed(k_lengths, 2, 128, torch.bfloat16, s).requires_grad_() for s in (3, 4))
+        found = [torch.autograd.grad(public("gdpa", q, k, v, qo, ko, b).float().square().sum(), (q, k, v)) for b in BACKENDS]
+        assert max(errors(list(found[1]), [g.double() for g in found[0]])) < 1e-2
+    for rows in (70, 150):
+        q = packed(torch.tensor([rows]), 2, 128, torch.bfloat16, 5).requires_grad_()
+        found = [
+            torch.autograd.grad(public("gdpa", q, k, v, None, ko, b, broadcast_q=True).float().square().sum(), (q, k, v))
+            for b in BACKENDS
+        ]  # fmt: skip
+        assert max(errors(list(found[1]), [g.double() for g in found[0]])) < 1e-2
+
+
 @pytest.mark.parametrize(("scale_in", "scale_out"), [(0.1, 3.0), (-0.2, 1.0)])
 @pytest.mark.parametrize("longest", [100, 250, 600])
 def test_hopper_folded_scales(longest: int, scale_in: float, scale_out: float) -> None:

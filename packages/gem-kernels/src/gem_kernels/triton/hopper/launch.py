@@ -138,17 +138,22 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     return made
 
 
-def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, length: int) -> Tensor:
-    """``[tiles, 8]`` int32: see `gem_kernels.triton.hopper.common`."""
+def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, length: int, keep: bool = True) -> Tensor:
+    """``[tiles, 8]`` int32: see `gem_kernels.triton.hopper.common`. ``keep``: with the list, where that was made from both sides' offsets;
+    a list that knows nothing of one side may serve calls in which that side differs.
+    """
     from gem_kernels.triton.hopper.common import tile_table_kernel
 
-    if tiles.table is None:
-        tiles.table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=tiles.tiles.device)
+    table = tiles.table
+    if table is None:
+        table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=tiles.tiles.device)
         launch(
             tile_table_kernel, (-(-tiles.bound // 256),), tiles.tiles.device,
-            tiles.table, tiles.tiles, tiles.count, offsets, others, length, tiles.bound, ROWS=_ROWS, BLOCK=256, num_warps=4,
+            table, tiles.tiles, tiles.count, offsets, others, length, tiles.bound, ROWS=_ROWS, BLOCK=256, num_warps=4,
         )  # fmt: skip
-    return tiles.table
+        if keep:
+            tiles.table = table
+    return table
 
 
 def _constants(x: Inputs) -> dict[str, Any]:
@@ -214,7 +219,8 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
-            _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.k_offsets, x.act_ids, x.batch, x.out_rows, x.k.shape[0],
+            _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=not p.broadcast), tiles.count, x.k_offsets, x.act_ids,
+            x.batch, x.out_rows, x.k.shape[0],
             p.left, p.right, p.scale, p.scale * gain, _value_scale(p), dk.stride(0),
             HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
         )  # fmt: skip
@@ -249,7 +255,8 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         launch(
             hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
-            dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+            dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count,
+            x.q_offsets, x.k_offsets, x.act_ids,
             x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, _value_scale(p), HKV=p.kv_heads, **config, **constants,
         )  # fmt: skip
 

@@ -101,7 +101,7 @@ class Serving(nn.Module):
                 given.get(f"sequences.{name}.timestamps"),
                 given[f"sequences.{name}.longest"].shape[0] if f"sequences.{name}.longest" in given else None,
             )
-        size = next(iter(inputs[i.name].shape[0] - (i.rows == "offsets") for i in self.inputs if i.rows in ("samples", "offsets")))
+        size = next(iter(inputs[i.name].shape[0] - int(i.rows == "offsets") for i in self.inputs if i.rows in ("samples", "offsets")))
         batch = Batch(
             size=size + SPARE,
             dense=given.get("dense"),

@@ -44,13 +44,13 @@ PACKAGES = tuple(sorted(path.parent.name for path in Path("packages").glob("*/py
 EXTRAS = {"gem-core": "[log]"}
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 TEST_NEEDS = {
-    "gem-core": ("tensorboard", "safetensors"),
+    "gem-core": ("tensorboard", "safetensors", "mlflow-skinny", "wandb"),
     "gem-data": ("torchdata", "fsspec"),
     "gem-precision": ("triton", "torchao"),
     "gem-parallel": () if OWN_TORCH else ("torchrec", *TORCHREC_NEEDS),
 }
 """Package -> extras and peers that its tests compare with; they skip where these are missing."""
-PEERS = ("safetensors", "torchao", "torchdata")
+PEERS = ("safetensors", "torchao", "torchdata", "mlflow-skinny", "wandb")
 BUILD_TOOLS = ("hatchling", "editables")
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "GEM_PLUGINS_STRICT": "1"}
 """Two test processes with a thread each are faster than one with two; in tests every plug-in failure is an error."""

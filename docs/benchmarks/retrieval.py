@@ -13,14 +13,15 @@ tables are written again after each, and rows that were not trained again stay. 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import multiprocessing
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def _s3rec(name: str, model: str) -> Variant:
     rows = [f"features.tables.item.rows={S3REC[name] + 1}"]
     if name == "LastFM" and model == "gem":  # 1,090 users are five steps an epoch
         rows += ["train.epochs=400", "eval.every=100"]
+    if name in ("Sports_and_Outdoors", "Yelp") and model == "gem":  # Beauty, with fewer steps an epoch, is at its best after 24
+        rows += ["train.epochs=30", "eval.every=280"]
     published = dict(zip(("PopRec", "SASRec", "S3-Rec"), PUBLISHED[name]))
     return Variant(f"s3rec-{model}.toml", f"s3rec/{name}.txt", "all", published, tuple(rows), LEAVE_TWO)
 
@@ -101,19 +104,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs/retrieval"), help="folder of converted data and run folders")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print("RESULT " + json.dumps(train(json.loads(args.one))))
-        return
-    jobs = planned(args)
-    for suite, name, *_ in jobs:
-        converted(SUITES[suite][name], args)
+    jobs = [job_of(args, *planned_job) for planned_job in planned(args)]
     results: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(apart, args, i, *job) for i, job in enumerate(jobs)]
-        for done in as_completed(futures):
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, context, initializer=place, initargs=(context.Value("i", 0),)) as pool:
+        for done in as_completed([pool.submit(apart, job) for job in jobs]):
             results.append(done.result())
+            print(told(results[-1]), flush=True)
             for suite in args.suites:
                 report(args, suite, [r for r in results if r["suite"] == suite])
     if any("error" in r for r in results):
@@ -122,12 +121,14 @@ def main() -> None:
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str, int]]:
     """(suite, row, seed), seed by seed, in the order of the suites and models given."""
-    seeds = [int(s) for s in args.seeds.split(",")]
     found = []
-    for suite in args.suites:
-        words = args.models.split(",") if args.models else [""]
-        rows = [n for w in words for n in SUITES[suite] if n == w or (w in ("", "gem *", "sasrec *", "hstu *") and n.startswith(w[:-2]))]
-        found += [(suite, name, seed) for seed in (seeds if suite == "ml-1m" else seeds[:1]) for name in dict.fromkeys(rows)]
+    for i, seed in enumerate(args.seeds.split(",")):
+        for suite in args.suites:
+            words = args.models.split(",") if args.models else [""]
+            rows = [
+                n for w in words for n in SUITES[suite] if n == w or (w in ("", "gem *", "sasrec *", "hstu *") and n.startswith(w[:-2]))
+            ]
+            found += [(suite, name, int(seed)) for name in dict.fromkeys(rows) if suite == "ml-1m" or i == 0]
     return found
 
 
@@ -142,54 +143,72 @@ def converted(variant: Variant, args: argparse.Namespace) -> Path:
     return folder
 
 
-def apart(args: argparse.Namespace, index: int, suite: str, name: str, seed: int) -> dict[str, Any]:
-    """One training and its test in a process of its own."""
-    import torch
-
+def job_of(args: argparse.Namespace, suite: str, name: str, seed: int) -> dict[str, Any]:
+    """What a training needs, and the beginning of its record."""
     variant = SUITES[suite][name]
     run = f"{suite}-{name.replace(' ', '-')}-{seed}"
     folder = converted(variant, args)
-    gpus = torch.cuda.device_count()
     overrides = [f"data.parquet.root={folder}", f"run.seed={seed}", f"run.name={run}", f"run.dir={args.work}", *variant.overrides]
-    overrides += ["train.capture=true"] if gpus else []
     if (folder / "valid.parquet").is_file():
         overrides.append('data.parquet.eval=["valid.parquet"]')
-    split = "eval" if suite == "tune" else "test"
-    job = {
-        "config": str(CONFIGS / variant.config), "overrides": [*overrides, *args.overrides], "folder": str(args.work / run), "split": split
+    return {
+        "record": {
+            "suite": suite, "row": name, "seed": seed, "run": run, "config": variant.config,
+            "overrides": [*variant.overrides, *args.overrides],
+        },
+        "config": str(CONFIGS / variant.config),
+        "given": overrides,
+        "overrides": args.overrides,
+        "folder": str(args.work / run),
+        "split": "eval" if suite == "tune" else "test",
     }  # fmt: skip
-    environment = {"OMP_NUM_THREADS": "2", **os.environ}
-    if gpus:
+
+
+def place(counter: Any) -> None:
+    """Give this worker one of the visible GPUs in turn."""
+    import torch
+
+    with counter.get_lock():
+        index, counter.value = counter.value, counter.value + 1
+    if gpus := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
+
+
+def apart(job: dict[str, Any]) -> dict[str, Any]:
+    """One training and its test; a failure becomes a record too."""
     began = time.monotonic()
-    command = [sys.executable, __file__, suite, "--data", str(args.data), "--out", str(args.out), "--one", json.dumps(job)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    record: dict[str, Any] = {"suite": suite, "row": name, "seed": seed, "run": run, "config": variant.config}
-    record["overrides"] = [*variant.overrides, *args.overrides]
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        record["error"] = done.stdout[-1500:]
-        print(f"{run}: failed after {time.monotonic() - began:.0f} s\n{record['error']}", flush=True)
-        return record
-    record |= json.loads(lines[0])
-    test = record["test"]
-    print(
-        f"{run}: HR@10 {test['hr@10']:.4f} NDCG@10 {test['ndcg@10']:.4f}, {record['steps']} steps ({record['status']}, best "
-        f"{record['best_step']}), {record['wall_s']:.0f} s, with start {time.monotonic() - began:.0f} s; ms a step: "
-        + ", ".join(f"{k} {v:.2f}" for k, v in record["step_ms"].items()),
-        flush=True,
+    try:
+        return {**job["record"], **train(job), "with_start_s": time.monotonic() - began}
+    except (Exception, SystemExit) as error:
+        return {**job["record"], "error": f"{type(error).__name__} after {time.monotonic() - began:.0f} s: {error}"}
+
+
+def told(record: dict[str, Any]) -> str:
+    """A line of a training that has ended."""
+    if "error" in record:
+        return f"{record['run']}: {record['error']}"
+    test, steps = record["test"], ", ".join(f"{k} {v:.2f}" for k, v in record["step_ms"].items())
+    return (
+        f"{record['run']}: HR@10 {test['hr@10']:.4f} NDCG@10 {test['ndcg@10']:.4f}, {record['steps']} steps ({record['status']}, best "
+        f"{record['best_step']}), {record['wall_s']:.0f} s, with start {record['with_start_s']:.0f} s; ms a step: {steps}"
     )
-    return record
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train, and evaluate the final (with ``restore_best`` the best) parameters, on the test split unless variants are compared."""
+    import torch
+
     import gem_core.train
     from gem_core.config import load_config
     from gem_core.train.offline import evaluate_run
 
-    config = load_config(Path(job["config"]), job["overrides"])
+    captured = []
+    if torch.cuda.is_available():
+        gc.collect()  # what an earlier training in this process recorded
+        torch.cuda.reset_peak_memory_stats()
+        captured = ["train.capture=true"]
+    config = load_config(Path(job["config"]), [*job["given"], *captured, *job["overrides"]])
     result = gem_core.train(config, run_dir=job["folder"], overwrite=True, quiet=True)
     if result.status == "interrupted":
         raise SystemExit(f"stopped at step {result.steps}")

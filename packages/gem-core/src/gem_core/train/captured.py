@@ -28,6 +28,9 @@ MOST = 24
 SPARE = 1.5
 """A batch goes into a room that exists if this has at most so many times the rows that the batch needs."""
 
+LARGE, TIGHT, ENOUGH = 16_384, 1.05, 12
+"""Slack rows are computed: counts from `LARGE` on may be only `TIGHT` times what is needed, until there are `ENOUGH` rooms."""
+
 
 def check_capture(parts: Parts, config: Config, runtime: Runtime) -> None:
     """:raises ConfigError: this run's steps cannot be recorded; says why."""
@@ -62,15 +65,16 @@ class Room:
         ids = {} if sparse is None else {key: b - a for key, a, b in zip(sparse.keys, bounds, bounds[1:])}
         return cls(batch.size, {name: _rows(name, group) for name, group in batch.sequences.items()}, ids)
 
-    def takes(self, other: Room) -> bool:
-        """Whether a batch that needs ``other`` goes in here without too much slack."""
+    def takes(self, other: Room, spare: float = SPARE) -> bool:
+        """Whether a batch that needs ``other`` goes in here without too much slack: ``spare`` times its rows where these are many."""
         if self.size != other.size or self.events.keys() != other.events.keys() or self.ids.keys() != other.ids.keys():
             return False
         pairs = [*zip(self.events.values(), other.events.values()), *zip(self.ids.values(), other.ids.values())]
-        return all(need <= have <= max(need * SPARE, need + 64) for have, need in pairs)
+        return all(need <= have <= max(need * (spare if need >= LARGE else SPARE), need + 64) for have, need in pairs)
 
     def rounded(self) -> Room:
-        """A sixteenth more, then up to a multiple of an eighth of the power of two below; features of one id a sample stay as they are."""
+        """A sixteenth more, then up to a multiple of an eighth of the power of two below; large counts: a 64th, and a 32nd. Features of one
+        id a sample stay as they are."""
         return Room(
             self.size,
             {name: _larger(n) for name, n in self.events.items()},
@@ -179,7 +183,8 @@ class Captured:
 
     def _of(self, batch: Batch) -> _Recorded:
         need = Room.of(batch)
-        fitting = [r for r in self._recorded if r.fixed.room.takes(need)]
+        spare = TIGHT if len(self._recorded) < ENOUGH else SPARE
+        fitting = [r for r in self._recorded if r.fixed.room.takes(need, spare)]
         if fitting:
             return min(fitting, key=lambda r: sum(r.fixed.room.events.values()) + sum(r.fixed.room.ids.values()))
         if len(self._recorded) == MOST:
@@ -230,8 +235,9 @@ def _rows(name: str, group: SequenceGroup) -> int:
 
 
 def _larger(n: int) -> int:
-    n = max(64, n + n // 16)
-    step = max(1, 1 << (n.bit_length() - 4))
+    part, bits = (64, 6) if n >= LARGE else (16, 4)
+    n = max(64, n + n // part)
+    step = max(1, 1 << (n.bit_length() - bits))
     return -(-n // step) * step
 
 

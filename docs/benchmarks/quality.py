@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/quality"), help="folder of the run folders")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    variants = {n: a for n, a in SUITES[args.suite].items() if not args.models or n in args.models.split(",")}
+    variants = {name: SUITES[args.suite][name] for name in (args.models.split(",") if args.models else SUITES[args.suite])}
     shared = [f"data.parquet.root={args.data}"] if args.data else []
     overrides = [word for item in (*shared, *args.overrides) for word in ("--set", item)]
     jobs = [(name, int(seed), [*variants[name], *overrides]) for seed in args.seeds.split(",") for name in variants]

@@ -68,10 +68,10 @@ def speed(out: Path, args: argparse.Namespace) -> None:
 
 
 def equal(out: Path, args: argparse.Namespace) -> None:
-    """Losses of each arrangement against one GPU's on the same batches in the same order."""
+    """Losses of each arrangement against those of the first row, or of ``--reference``, on the same batches in the same order."""
     config = configuration(out, args, f'source = "random"\n[data.random]\npreset = "{args.preset}"')
-    chosen = [r for r in rows(args.gpus) if (not args.row or r.name in args.row or r.gpus == 1)]
-    results: list[dict[str, Any]] = []
+    chosen = [r for r in rows(args.gpus, "bf16" if args.recipe == "bf16" else "fp32") if not args.row or r.name in args.row]
+    results: list[dict[str, Any]] = json.loads(args.reference.read_text())[:1] if args.reference else []
     began = time.monotonic()
     for row in chosen:
         left = args.budget - (time.monotonic() - began)
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--row", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--profile", action="store_true", help="speed: times of communication, from three more steps")
+    parser.add_argument("--reference", type=Path, help="equal: result of an earlier call, whose first row the others are compared with")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for all rows")
     parser.add_argument("--row-limit", type=float, default=150.0, help="seconds for one row")
     parser.add_argument("--runs", default="/tmp/parallel-runs", help="run folders of ne")

@@ -155,9 +155,19 @@ def choose(rank, world, task):
         out.view(world, 2)[rank] = float(rank)
         made.gather(out)
         told.append((type(made).__name__, line, out.tolist()))
+    told.append(mute(world))
     members._HostWindow.__init__ = broken
     told.append(gatherer("copy-engine", dist.group.WORLD, GatherOptions(CPU, Topology("cpu", (0,) * world)))[1])
     return {"told": told, "hosts": topology(dist.group.WORLD, CPU).hosts, "declared": topology(dist.group.WORLD, CPU, 2).hosts}
+
+
+def mute(world):
+    """Where flags are written and never seen."""
+    signal, members._HostWindow._signal = members._HostWindow._signal, lambda self, peer, flag, value: None
+    options = GatherOptions(CPU, Topology("cpu", (0,) * world), timeout_s=0.5)
+    told = gatherer("copy-engine", dist.group.WORLD, options)[1]
+    members._HostWindow._signal = signal
+    return told
 
 
 def broken(self, members, size):
@@ -166,12 +176,13 @@ def broken(self, members, size):
 
 def test_what_cannot_be_used_is_replaced_and_told(tmp_path):
     for found in run_processes(3, choose, {}, tmp_path):
-        uneven, apart, one, fault = found["told"]
+        uneven, apart, one, unseen, fault = found["told"]
         assert [uneven[0], apart[0], one[0]] == ["GroupGather", "GroupGather", "CopyEngineGather"]
         assert "default: 3 members by gloo; not copy-engine, because the hosts of the group do not have equally many" in uneven[1]
         assert "no two members of the group share a host" in apart[1]
         assert one[1] == "copy-engine: shared memory, 3 members of one host, 3 results in turn"
         assert all(result == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0] for _, _, result in found["told"][:3])
+        assert "not copy-engine, because member 1 of the host did not publish its memory within 0" in unseen
         assert "not copy-engine, because no space left in shared memory" in fault
         assert found["hosts"] == (0, 0, 0)
         assert found["declared"] == (0, 0, 1)

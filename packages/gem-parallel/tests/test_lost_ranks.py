@@ -153,6 +153,9 @@ def test_a_hang_is_named_with_rank_collective_step_and_stacks(tmp_path):
     assert any(name in waits for name in ("all_gather", "reduce_scatter", "all_reduce")), waits
     assert "stacks of rank 1:" in errors[1]
     assert "strike" in (tmp_path / "run" / "hang-rank-1.txt").read_text()
+    flights = [json.loads((tmp_path / "run" / f"flight-rank-{rank}.json").read_text())["entries"] for rank in range(2)]
+    assert all(any("all_reduce" in entry["profiling_name"] for entry in entries) for entries in flights)
+    assert flights[0][-1]["record_id"] > flights[1][-1]["record_id"], "the waiting rank has called a collective that the stuck one has not"
 
 
 def test_a_rank_that_fails_is_named_by_the_others(tmp_path):

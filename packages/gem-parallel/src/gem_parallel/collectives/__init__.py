@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gem_core.errors import GemError
+from gem_core.errors import DeviceError, GemError
 from gem_core.hookspecs import CollectiveSpec
 from gem_core.ops.contract import Supported
 from gem_core.plugins import manager
@@ -20,6 +21,7 @@ from gem_core.train.collective import Gatherer, GatherOptions, Topology
 
 __all__ = ["gatherer", "specs", "topology"]
 
+PROBE_S = 20
 COPY_ENGINE, ZERO_CTA, LOW_CTA, DEFAULT = "copy-engine", "zero-cta", "low-cta", "default"
 
 
@@ -109,22 +111,39 @@ def _low_cta(group: Any, options: GatherOptions) -> Gatherer:
 def _zero_cta(group: Any, options: GatherOptions) -> Gatherer:
     from gem_parallel.collectives.process_group import ZeroCtaGather
 
-    return _probed(ZeroCtaGather(group, options), group)
+    return _probed(ZeroCtaGather(group, options), group, options)
 
 
 def _copy_engine(group: Any, options: GatherOptions) -> Gatherer:
     from gem_parallel.collectives.copy_engine import CopyEngineGather, HierarchicalGather
 
     kind = CopyEngineGather if len(set(options.topology.hosts)) == 1 else HierarchicalGather
-    return _probed(kind(group, options), group)
+    return _probed(kind(group, options), group, options)
 
 
-def _probed(made: Gatherer, group: Any) -> Gatherer:
-    """After a gather whose result is checked."""
-    size = group.size()
+def _probed(made: Gatherer, group: Any, options: GatherOptions) -> Gatherer:
+    """After a gather whose result is checked, on a stream of its own, so that one that never ends holds nothing else up.
+
+    :raises DeviceError: it did not end.
+    """
+    size, cuda = group.size(), options.device.type == "cuda"
     found = made.allocate(size, torch.int64)
     found[group.rank()] = group.rank() + 1
-    made.gather(found)
+    if cuda:
+        main = torch.cuda.current_stream(options.device)
+        beside = torch.cuda.Stream(options.device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            made.gather(found)
+        ended, until = beside.record_event(), time.monotonic() + PROBE_S
+        while not ended.query():
+            if time.monotonic() > until:
+                getattr(made, "give_up", lambda: None)()
+                raise DeviceError(f"a gather of {size} numbers did not end within {PROBE_S} s")
+            time.sleep(1e-3)
+        main.wait_event(ended)
+    else:
+        made.gather(found)
     if found.tolist() != [i + 1 for i in range(size)]:
         raise RuntimeError(f"a gather gave {found.tolist()}")
     return made

@@ -71,6 +71,10 @@ class CopyEngineGather:
             self._mean = PushedMean(self._members())
         self._mean(out, whole)
 
+    def give_up(self) -> None:
+        """See `Members.give_up`."""
+        self.members.give_up()
+
     def describe(self) -> str:
         kind = "copy engine" if self.options.device.type == "cuda" else "shared memory"
         return f"{kind}, {self.size} members of one host, {self.options.slots} results in turn"

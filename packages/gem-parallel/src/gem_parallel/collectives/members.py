@@ -114,6 +114,10 @@ class Members(ABC):
     def join(self) -> None:
         """The caller goes on after what the lanes hold."""
 
+    @abstractmethod
+    def give_up(self) -> None:
+        """Let go on what waits for flags that do not come; results are worthless from now on."""
+
 
 class CudaMembers(Members):
     """Of one group of processes with a GPU each, all in one host."""
@@ -145,8 +149,18 @@ class CudaMembers(Members):
         for stream in self._streams:
             current.wait_stream(stream)
 
+    def give_up(self) -> None:
+        beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(beside):
+            for window in self._windows:
+                if isinstance(window, _CudaWindow) and window.head is not None:
+                    window.head.fill_(0x7F)  # every flag above any count
+        beside.synchronize()
+
 
 class _CudaWindow(Window):
+    head: Tensor | None = None
+
     def __init__(self, members: CudaMembers, size: int) -> None:
         super().__init__(members.rank, members.size)
         import torch.distributed._symmetric_memory as symmetric
@@ -163,7 +177,8 @@ class _CudaWindow(Window):
                 "symmetric memory was set up with NVLink multicast, which can put the GPUs of a shared host out of service",
                 fix="set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the processes start",
             )
-        whole[:HEAD].zero_()
+        self.head = whole[:HEAD]
+        self.head.zero_()
         buffers = [
             whole if p == self.rank else self._handle.get_buffer(p, (HEAD + size,), torch.uint8) for p in range(self.size)
         ]  # fmt: skip
@@ -207,6 +222,9 @@ class HostMembers(Members):
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
+
+    def give_up(self) -> None:
+        """Lanes give up by themselves after ``timeout_s``."""
 
     def _serve(self, lane: int) -> None:
         while True:

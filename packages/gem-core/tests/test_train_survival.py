@@ -311,14 +311,17 @@ def test_overwriting_that_is_killed_leaves_a_folder_that_can_be_overwritten(conf
 
 def test_a_lone_process_that_stands_still_tells_where_and_goes_on(tmp_path, capfd):
     def stands_still():
-        time.sleep(1.2)
+        time.sleep(0.9)
 
     with Watchdog(0, 1, 0.5, tmp_path) as watch:
         watch.note(7, "waiting for data")
         stands_still()
+        watch.note(8, "evaluation")
+        stands_still()
     err = capfd.readouterr().err
     assert "in step 7 (waiting for data), in stands_still (" in err
-    assert err.count("no progress for") == 1
+    assert "in step 8 (evaluation), in stands_still (" in err
+    assert err.count("no progress for") == 2, "once a standstill"
     assert "stands_still" in (tmp_path / "hang-rank-0.txt").read_text()
     with Watchdog(0, 1, 0.5, tmp_path / "none") as watch:
         for step in range(8):

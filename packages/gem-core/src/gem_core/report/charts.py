@@ -67,9 +67,9 @@ def bars(heights: Mapping[str, float], *, x: str, y: str) -> str:
     width = (WIDTH - _LEFT - _RIGHT) / len(heights)
     parts = []
     for tick in axis.ticks:
-        at = axis(tick)
-        parts.append(f"<line class='g' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}'/>")
-        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{number(tick)}</text>")
+        y0 = axis(tick)
+        parts.append(f"<line class='g' x1='{_LEFT}' x2='{WIDTH - _RIGHT}' y1='{y0:.1f}' y2='{y0:.1f}'/>")
+        parts.append(f"<text x='{_LEFT - 6}' y='{y0 + 4:.1f}' text-anchor='end'>{number(tick)}</text>")
     every = max(1, math.ceil(max(len(name) for name in heights) * 11 / width))
     for i, (name, height) in enumerate(heights.items()):
         left, top = _LEFT + i * width, axis(height)

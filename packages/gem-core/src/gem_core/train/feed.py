@@ -53,6 +53,7 @@ class Feed:
     ) -> None:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.runtime = runtime if runtime is not None and runtime.world > 1 else None
+        self._progress = (lambda: None) if runtime is None else runtime.progress
         self.epoch = 0
         self._resumed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -78,6 +79,7 @@ class Feed:
     def _together(self) -> Iterator[tuple[Batch, float | None]]:
         if self.runtime is None:
             for batch in self._host():
+                self._progress()
                 yield batch, None
             return
         batches, last = self._host(), None
@@ -87,7 +89,7 @@ class Feed:
                 host = next(batches, None)
             except GemError as error:
                 failure = error
-            self.runtime.progress()
+            self._progress()
             having, failed = self.runtime.count([host is not None, failure is not None])
             if failure is not None:
                 raise failure

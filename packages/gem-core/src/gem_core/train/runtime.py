@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gem_core.config.schema import Config
 from gem_core.errors import DeviceError, GemError, PeerError
@@ -139,9 +140,9 @@ def _own_store() -> dict[str, Any]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     attempt = f"gem-attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world}"
-    return {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": world}
+    return {"store": PrefixStore(attempt, store), "rank": rank, "world_size": world}
 
 
 def leave_group() -> None:

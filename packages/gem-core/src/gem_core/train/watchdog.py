@@ -5,7 +5,7 @@ that makes no progress for ``timeout_s``, one whose neighbour falls silent and o
 it with its own stacks and ends, because a main thread that waits in a collective cannot be woken otherwise. Stacks, and what the flight
 recorder of torch.distributed knows of the last collectives, are left in the run folder.
 
-A process that is alone tells nobody and is never ended: after ``timeout_s`` without progress it prints its stacks, once.
+A process that is alone tells nobody and is never ended: after ``timeout_s`` without progress it prints its stacks, once a standstill.
 """
 
 from __future__ import annotations
@@ -119,13 +119,15 @@ class Watchdog:
     # In the thread
 
     def _look(self) -> None:
+        told = -1.0
         while not self._ended.wait(self.interval):
-            stuck = time.monotonic() - self._moved
-            if stuck > self.timeout_s:
+            moved = self._moved
+            stuck = time.monotonic() - moved
+            if stuck > self.timeout_s and moved != told:
+                told = moved
                 frame = sys._current_frames().get(self._main or 0)
                 at = f"in step {self.step} ({self.phase}), in {doing(frame)}"
                 self._tell(f"no progress for {stuck:.0f} s (parallel.timeout_s = {self.timeout_s:g}) {at}; the run goes on")
-                return
 
     def _watch(self) -> None:
         watched = (self.rank + 1) % self.world

@@ -28,3 +28,13 @@ def test_trillion_parameters_on_4096_gpus(root: Path, tmp_path: Path, capsys: py
     assert flat["breakdown_s"]["embedding all-to-all"] > 0.1
     assert 0.4 < plan["scaling_ratio"] < 1
     assert plan["scaling_ratio"] > plan["baselines"]["1D tables, plain FSDP"]["scaling_ratio"]
+
+
+@pytest.mark.slow
+def test_full_precision_where_little_fits_takes_no_longer(root: Path, capsys: pytest.CaptureFixture[str]):
+    """Nearly every pair of arrangements recomputes then; their bounds count that, so that most are never simulated."""
+    begun = time.process_time()
+    given = ["plan", "xl", "--cluster", str(root / B200), "--world", "4096", "--samples", "1024", "--set", "precision.recipe=fp32"]
+    assert main(given) == 0
+    assert time.process_time() - begun < 60
+    assert "recomputed in backward" in capsys.readouterr().out

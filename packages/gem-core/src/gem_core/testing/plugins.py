@@ -18,10 +18,12 @@ from importlib import metadata
 from typing import Any, ClassVar
 
 from gem_core import hookspecs
+from gem_core.config.schema import Data, Parallel, Precision
 from gem_core.plugins import CORE, KINDS, PluginManager, PluginStatus
 from gem_core.testing.rules import Rules
 
 HEAVY = ("triton", "torchrec", "fbgemm_gpu", "pyarrow")
+_SECTIONS = {"source": Data, "recipe": Precision, "dense_strategy": Parallel, "sparse_strategy": Parallel}
 _PROBE = """
 import importlib, json, sys, warnings
 from gem_core.plugins import KINDS, manager
@@ -79,6 +81,12 @@ class PluginConformance(Rules):
             assert config_type.model_config.get("extra") == "forbid", f"{what}: unknown keys are accepted"
             if not any(field.is_required() for field in config_type.model_fields.values()):
                 hash(config_type())
+
+    def test_no_name_hides_a_key(self) -> None:
+        """No offer is called like a key of the section that holds its options: `[precision.recipe]` could not be told from `recipe`."""
+        for kind, section in _SECTIONS.items():
+            hidden = set(self.status().offers.get(kind, ())) & set(section.model_fields)
+            assert not hidden, f"the {kind.replace('_', ' ')} {', '.join(sorted(hidden))}: choose another name"
 
     @classmethod
     def status(cls) -> PluginStatus:

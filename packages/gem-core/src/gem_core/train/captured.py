@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,9 +104,10 @@ class FixedBatch:
             slack = any(n != room.size for n in room.ids.values())
             sparse = SparseGroup(keys, flat["values"], self._own["sparse.lengths"], flat.get("weights"), tuple(bounds), slack)
         own = self._own
+        plain: dict[str, Any] = {name: own.get(name) for name in _PLAIN}
         self.batch = replace(
             like,
-            **{name: own.get(name) for name in _PLAIN},
+            **plain,
             vectors={name: own[f"vectors.{name}"] for name in like.vectors},
             sparse=sparse,
             sequences={name: self._sequence(name, group, features) for name, group in like.sequences.items()},

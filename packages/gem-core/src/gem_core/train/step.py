@@ -8,7 +8,7 @@ it ``lag`` steps later, the same number on every rank, so that all ranks draw th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,7 +82,7 @@ class TrainStep:
             parts.tables.register_forward_pre_hook(self._hand_over)  # type: ignore[union-attr]
         self._buffers = parts.buffers()
         self._weights = torch.tensor([label.weight for label in config.features.labels.values()], device=runtime.device)
-        self._mark = meter.mark
+        self._mark: Callable[[str | None], None] = meter.mark
         self._captured = Captured(self._silent, config.features, runtime.device) if capture else None
 
     def set_lr(self, factor: float) -> float:

@@ -199,7 +199,10 @@ def minimums(session: nox.Session, package: str) -> None:
 def compat(session: nox.Session) -> None:
     """Every test with the oldest torch that the packages declare (opt in: it is downloaded)."""
     oldest = _lowest(PACKAGES, keep=("torch",))["torch"]
-    session.install(f"torch=={oldest}" if GPU else f"torch=={oldest}+cpu", "--extra-index-url", CPU_WHEELS)
+    try:
+        session.install(f"torch=={oldest}" if GPU else f"torch=={oldest}+cpu", "--extra-index-url", CPU_WHEELS)
+    except CommandFailed:
+        session.error(f"no build of torch {oldest} for this machine in its indexes or {CPU_WHEELS}; `nox -s gpu` runs on one that has it")
     session.install(*BUILD_TOOLS, "triton>=3.6,<3.7")
     editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     session.install("--no-build-isolation", *_constrained(session, [f"torch=={oldest}"]), *editable, *TEST_TOOLS, *PEERS)

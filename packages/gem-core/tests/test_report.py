@@ -20,7 +20,7 @@ from gem_core.config import dump_toml, load_config
 from gem_core.errors import CheckpointError
 from gem_core.jagged import lengths_to_offsets
 from gem_core.metrics.curve import CalibrationCurve
-from gem_core.report.charts import Line, bars, lines, shares
+from gem_core.report.charts import COLOURS, Line, bars, lines, shares
 from gem_core.report.page import page
 from gem_core.report.run import Inspection, Lengths, count_lengths, labels, read
 from gem_core.report.sections import SECTIONS
@@ -342,6 +342,10 @@ def test_charts_put_values_where_they_belong():
     log = lines([Line("a", [(0.0, 1.0), (0.001, 0.002), (0.1, 0.1)], [(0, 0), (0.0, 0.01), (0.05, 0.2)])], x="p", y="rate", log=True)
     assert "nan" not in log
     assert parsed(log).tags.count("path") == 1
+    gap = lines([Line("none", []), Line("b", [(0, 1), (1, 2)])], x="x", y="y")
+    assert COLOURS[1] in gap, "a line keeps its colour where another has nothing"
+    assert COLOURS[0] not in gap
+    assert "<figcaption>" in gap
     assert "75.0%" in shares({"a": 3, "b": 1})
     assert "Nothing was recorded" in shares({"a": 0})
 

@@ -28,18 +28,17 @@ class Line:
 
 def lines(series: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
     """A chart of all series with a legend; the axes begin where the data does. ``log``: both axes logarithmic, points at 0 left out."""
-    shown = [_thinned(s, log) for s in series]
-    shown = [s for s in shown if s.points]
-    if not shown:
+    # A run keeps its colour in every chart, also beside runs that have nothing to draw there.
+    coloured = [(thinned, COLOURS[i % len(COLOURS)]) for i, s in enumerate(series) if (thinned := _thinned(s, log)).points]
+    if not coloured:
         return "<p class='none'>Nothing was recorded.</p>"
+    shown = [s for s, _ in coloured]
     xs = [p[0] for s in shown for p in s.points]
     ys = [v for s in shown for v in (*(p[1] for p in s.points), *(v for bar in s.bars for v in bar if v > 0 or not log))]
     ax, ay = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT, log), _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, log)
-    parts = [_grid(ax, ay, x, y)]
-    for i, s in enumerate(shown):
-        parts.append(_series(s, COLOURS[i % len(COLOURS)], ax, ay))
-    legend = "".join(f"<span><i style='background:{COLOURS[i % len(COLOURS)]}'></i>{escape(s.name)}</span>" for i, s in enumerate(shown))
-    legend = f"<figcaption>{legend}</figcaption>" if len(shown) > 1 else ""
+    parts = [_grid(ax, ay, x, y), *(_series(s, colour, ax, ay) for s, colour in coloured)]
+    legend = "".join(f"<span><i style='background:{colour}'></i>{escape(s.name)}</span>" for s, colour in coloured)
+    legend = f"<figcaption>{legend}</figcaption>" if len(series) > 1 else ""
     title = escape(f"{y} by {x}: {', '.join(s.name for s in shown)}")
     return f"<figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'><title>{title}</title>{''.join(parts)}</svg>{legend}</figure>"
 

@@ -25,11 +25,18 @@ from gem_precision.policy import Operand
 
 
 def built(
-    kernel: Any, arch: int, types: dict[str, str], constexprs: dict[str, Any], num_warps: int, num_stages: int = 3, source: Any = ASTSource
+    kernel: Any,
+    arch: int,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    num_warps: int,
+    num_stages: int = 3,
+    source: Any = ASTSource,
+    maxnreg: int | None = None,
 ) -> dict[str, Any]:
     signature = types | dict.fromkeys(constexprs, "constexpr")
     attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t != "fp32"}
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": maxnreg} if maxnreg else {})
     target = GPUTarget("cuda", arch, 32)
     ptx = triton.compile(source(kernel, signature, constexprs, attributes), target=target, options=options).asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
@@ -62,18 +69,20 @@ def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) ->
 
 def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool) -> dict[str, Any]:
     meta = _meta(operand)
-    tile = TILES["gluon_both" if both else "gluon_rows"]
+    mx = operand.format == "mx"
+    tile = TILES["gluon_rows" if not both else "gluon_both_mx" if mx else "gluon_both"]
     constexprs = {name: meta[name] for name in ("FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")} | {
-        "ACT": 0, "WRITE_Y": True, "SWIZZLE": operand.format == "mx", "E5M2": False, "WARPS": tile["num_warps"],
+        "ACT": 0, "WRITE_Y": not mx, "SWIZZLE": mx, "E5M2": False, "WARPS": tile["num_warps"],
     }  # fmt: skip
     constexprs |= {name: value for name, value in tile.items() if name.isupper()}
+    registers = tile.get("maxnreg")
     if not both:
         kept = ("x", "y_out", "row_data", "row_scales", "R", "C", "stride")
         rows = {name: types[name] for name in kept} | {"strips_c": "i32"}
-        return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource)
-    constexprs |= {"NORM": True, "WEIGHT": True, "BIAS": False, "SQUARE": operand.format == "fp8"}
+        return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
+    constexprs |= {"NORM": not mx, "WEIGHT": not mx, "BIAS": False, "SQUARE": not mx}
     types = {name: kind for name, kind in types.items() if name not in ("seeds", "eps")} | {"strips_r": "i32", "strips_c": "i32"}
-    return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource)
+    return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
 
 
 def main(arch: int) -> None:

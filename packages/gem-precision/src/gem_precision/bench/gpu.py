@@ -98,7 +98,7 @@ def quantise_rates(columns: int = 1024, tiles: Mapping[str, list[dict[str, Any]]
         "copy": lambda: target.copy_(x),
         "torch.compile": lambda: compiled(x),
     }
-    tiles = tiles or {"rows": [TILES["gluon_rows"]], "both": [TILES["gluon_both"]]}
+    tiles = tiles or {"rows": [TILES["gluon_rows"]], "both": [TILES["gluon_both_mx"]]}
     for tile in tiles["rows"]:
         variants[f"one direction {tile}"] = lambda tile=tile: quantize_matrix(x, operand, tile=tile)
     for tile in tiles["both"]:
@@ -254,10 +254,9 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
     if major >= 10:
         policies["mxfp8"] = mx_linear()
     candidates = {
-        "rows": [TILES["gluon_rows"], {"ROWS": 32, "WIDTH": 256, "num_warps": 8}, TILES["mx"]],
-        "both": [TILES["gluon_both"], {"num_warps": 16, "GROUP": 1}, TILES["mx_both"]],
+        "rows": [TILES["gluon_rows"], {"ROWS": 32, "WIDTH": 128, "num_warps": 4}, TILES["mx"]],
+        "both": [TILES["gluon_both_mx"], TILES["gluon_both"], TILES["mx_both"]],
     }
-    speeds = [row for width in widths for row in linear_speed(width, policies)]
     header = {
         "device": device,
         "torch": torch.__version__,
@@ -265,12 +264,9 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
         "rows": ROWS,
         "command": "gemrec bench precision",
     }
-    result = header | {
-        "quantise": quantise_rates(tiles=candidates),
-        "linear": speeds,
-        "attention": attention_speed(),
-        "guard": [guard_overhead()],
-    }
+    result = header | {"quantise": quantise_rates(tiles=candidates), "guard": [guard_overhead()]}
+    speeds = [row for width in widths for row in linear_speed(width, policies)]
+    result |= {"linear": speeds, "attention": attention_speed()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "precision.json").write_text(json.dumps(result, indent=1) + "\n")
     family = {"fp8-block": "fp8128", "fp8-rowwise": "fp80", "mxfp8": "mx32"}

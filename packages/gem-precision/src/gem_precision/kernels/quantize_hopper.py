@@ -147,20 +147,16 @@ def quantize_both_kernel(
     x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride, strips_r, strips_c,
     ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SQUARE: gl.constexpr,
     SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
-    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Optional activation, or norm from its statistics, rounded to y_out's dtype (16 bits) as the unfused op does, then quantise.
 
     ``SQUARE``: the columns' blocks are squares of 128, the rows' are strips. ``strips_r``, ``strips_c``: blocks along R and C.
-    Programs that follow one another walk down ``GROUP`` tiles, then across.
     """
     tile = gl.allocate_shared_memory(y_out.dtype.element_ty, (TILE, TILE), gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     across = gl.cdiv(C, TILE)
-    first = gl.program_id(0) // (GROUP * across) * GROUP
-    down = min(gl.cdiv(R, TILE) - first, GROUP)
-    within = gl.program_id(0) % (GROUP * across)
-    row0 = (first + within % down).to(gl.int64) * TILE
-    col0 = (within // down).to(gl.int64) * TILE
+    row0 = (gl.program_id(0) // across).to(gl.int64) * TILE
+    col0 = (gl.program_id(0) % across).to(gl.int64) * TILE
     if (row0 + TILE <= R) & (col0 + TILE <= C):
         _one_tile(
             tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,

@@ -3,7 +3,7 @@
 from gem_core.testing.plugins import PluginConformance
 
 class TestPackage(PluginConformance):
-    distribution = "gem-kernels-acme"
+    distribution = "gem-acme"
 """
 
 from __future__ import annotations

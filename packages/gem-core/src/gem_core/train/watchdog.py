@@ -151,11 +151,17 @@ class Watchdog:
         if self._ended.wait(GRACE_S):
             return
         self._tell(f"rank {self.rank} of {self.world} ends: {alarm}")
+        # In a thread, since what hangs may hold the locks that the record needs.
+        writer = threading.Thread(target=self._keep_record, daemon=True)
+        writer.start()
+        writer.join(GRACE_S)
+        os._exit(1)
+
+    def _keep_record(self) -> None:
         record = flight_record()
         if record and self.folder.is_dir():
             with contextlib.suppress(OSError):
                 (self.folder / f"flight-rank-{self.rank}.json").write_bytes(record)
-        os._exit(1)
 
     def _tell(self, what: str) -> None:
         """Print and keep ``what`` and the stacks of all threads."""

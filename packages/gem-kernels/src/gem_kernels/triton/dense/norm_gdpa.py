@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -33,10 +32,6 @@ class Gdpa(Protocol):
     def backward(self, problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved: ...
 
 
-Heads = Callable[[Problem, tuple[Tensor | None, ...], Tensor, Tensor], Tensor]
-"""gdpa(l, k, v) + l from the tensors of `gdpa` with q as it is, and the mean and rstd of its rows."""
-
-
 @functools.lru_cache(maxsize=256)
 def inner(problem: Problem) -> Problem:
     """The `gdpa` between the norms."""
@@ -58,27 +53,22 @@ def supports(problem: Problem, gdpa: Gdpa = portable) -> Supported:
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa = portable,
-    heads: Heads | None = None,
-) -> tuple[Tensor, Saved]:  # fmt: skip
-    """See `gem_core.ops.norm_gdpa`. Workspace: the normalised q, unless ``heads`` does without."""
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa = portable
+) -> tuple[Tensor, Saved]:
+    """See `gem_core.ops.norm_gdpa`. Workspace: the normalised q."""
     from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_l_kernel, norm_gdpa_out_kernel
 
     rows, batch, eps = q.shape[0], q_offsets.numel() - 1, problem.option("eps")
     mean, rstd, out_rstd = stats = [torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(3)]
     given = rows_contiguous(q)
-    whole = heads is not None and rows > 0 and k.shape[0] > 0
-    l = None if whole else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    l = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid, sizes = _rows(problem, rows)
     if rows:
         launch(norm_gdpa_l_kernel, grid, q.device, given, l, mean, rstd, q_offsets, batch, rows, eps, *_strides(given), **sizes)
-    if whole:
-        out = heads(inner(problem), (given, k, v, q_offsets, k_offsets, *_ABSENT), mean, rstd)
-    else:
-        out = gdpa.forward(inner(problem), l, k, v, q_offsets, k_offsets, *_ABSENT)[0]
+    out = gdpa.forward(inner(problem), l, k, v, q_offsets, k_offsets, *_ABSENT)[0]
     if rows:
         args = (given, out, mean, rstd, out_rstd, q_offsets, batch, rows, eps, *_strides(given))
-        launch(norm_gdpa_out_kernel, grid, q.device, *args, WHOLE=whole, **sizes)
+        launch(norm_gdpa_out_kernel, grid, q.device, *args, **sizes)
     return out, (q, k, v, q_offsets, k_offsets, out, *stats)
 
 

@@ -55,7 +55,7 @@ def norm_gdpa_l_kernel(
     q, l, mean, rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """mean, rstd and, where wanted, l of ROWS rows."""
+    """l, mean and rstd of ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
@@ -65,23 +65,21 @@ def norm_gdpa_l_kernel(
     r = tl.where(i < end, tl.rsqrt(tl.sum(away * away, 1) / (H * D) + eps), 0.0)
     tl.store(mean + i, mu, mask=i < rows)
     tl.store(rstd + i, r, mask=i < rows)
-    if l is not None:
-        _store(l, away * r[:, None], row, rows, H, D, ROWS, COLUMNS)
+    _store(l, away * r[:, None], row, rows, H, D, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
 def norm_gdpa_out_kernel(
     q, out, mean, rstd, out_rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out of ROWS rows from gdpa's result, which ``out`` holds; WHOLE: l has been added to that."""
+    """out of ROWS rows from gdpa's result, which ``out`` holds."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
-    o = _load(out, H * D, D, row, end, H, D, ROWS, COLUMNS)
-    if not WHOLE:
-        o += _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
+    l = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
+    o = _load(out, H * D, D, row, end, H, D, ROWS, COLUMNS) + l
     r2 = tl.where(i < end, tl.rsqrt(tl.sum(o * o, 1) / (H * D) + eps), 0.0)
     tl.store(out_rstd + i, r2, mask=i < rows)
     _store(out, o * r2[:, None] + x, row, rows, H, D, ROWS, COLUMNS)

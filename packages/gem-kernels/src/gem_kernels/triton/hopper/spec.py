@@ -20,8 +20,6 @@ from gem_kernels.triton.attention import spec as portable
 if TYPE_CHECKING:
     from torch import Tensor
 
-PRIORITY = 6
-"""Below the portable kernels until they have been right and faster on a GPU."""
 _FORCED = 5
 _MEASURED = 60
 """Above the portable kernels: right and faster on an H200 (docs/kernels). Attention takes the portable kernels itself where those are."""
@@ -143,11 +141,10 @@ def norm_gdpa_supports(problem: Problem) -> Supported:
     return norm_gdpa.supports(problem, sys.modules[__name__])
 
 
-def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None, whole: bool = False) -> Any:
+def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
     from gem_kernels.triton.dense.norm_gdpa import forward as run
-    from gem_kernels.triton.hopper.norm_gdpa import heads
 
-    return run(problem, *tensors, gdpa=sys.modules[__name__], heads=heads if whole and problem.dim("D") <= 128 else None)
+    return run(problem, *tensors, gdpa=sys.modules[__name__])
 
 
 def _norm_gdpa_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
@@ -176,7 +173,5 @@ def specs() -> list[KernelSpec]:
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
     found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))
-    whole = partial(_norm_gdpa_forward, whole=True)
-    found.append(KernelSpec("norm_gdpa", "hopper-whole", whole, _norm_gdpa_backward, norm_gdpa_supports, _FORCED))
-    found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, PRIORITY))
+    found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, _MEASURED))
     return found

@@ -122,7 +122,9 @@ def _gated(grad: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
 
 def _add_rows(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """``target[rows] += values``, repeated rows included, in an order that is the same on every run and rank."""
-    return target.index_put_((rows,), values, accumulate=True) if target.is_cuda else target.index_add_(0, rows, values)
+    if target.is_cuda:  # index_put_ would wait to look for rows out of range; these have been looked up already
+        return torch._index_put_impl_(target, (rows,), values, accumulate=True, unsafe=True)
+    return target.index_add_(0, rows, values)
 
 
 class DenseAdamW:

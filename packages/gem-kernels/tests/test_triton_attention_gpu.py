@@ -219,7 +219,7 @@ def test_hopper_tile_tables_know_both_sides() -> None:
 @pytest.mark.parametrize(("scale_in", "scale_out"), [(0.1, 3.0), (-0.2, 1.0)])
 @pytest.mark.parametrize("longest", [100, 250, 600])
 def test_hopper_folded_scales(longest: int, scale_in: float, scale_out: float) -> None:
-    """fast_gelu in bf16, whose constants and scale_in wait for the epilogue; few keys take the single backward kernel."""
+    """fast_gelu in bf16, whose constants and scale_in wait for the epilogue."""
     needs_hopper(128)
     q_lengths, k_lengths = drawn(40, 0, 300), drawn(40, 0, longest, seed=1)
     qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
@@ -233,6 +233,33 @@ def test_hopper_folded_scales(longest: int, scale_in: float, scale_out: float) -
     for name, mine, other in zip(("out", "dq", "dk", "dv"), results[1], results[0]):
         error = errors([mine], [other.double()])[0]
         assert error < 5e-3, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("longest", [100, 250])
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+def test_hopper_single_backward_kernel(op: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few keys in one kernel, which no rule chooses yet: samples without keys, without queries, with one and with two key tiles."""
+    needs_hopper(128)
+    from gem_kernels.triton.hopper import launch
+
+    offered = launch.candidates
+    monkeypatch.setattr(launch, "candidates", lambda *a: [c for c in offered(*a) if c.get("FUSED", 1)])
+    monkeypatch.setattr(launch, "choose", lambda kernel, facts, info, candidates, run: candidates()[0])
+    q_lengths = torch.cat([torch.tensor([0, 5, 64, 65, 0]), drawn(40, 0, 300)])
+    k_lengths = torch.cat([torch.tensor([5, 0, 64, 99, 0]), drawn(40, 0, longest, seed=1)])
+    qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
+    leaves = [
+        packed(n, h, 128, torch.bfloat16, s).requires_grad_()
+        for s, (n, h) in enumerate([(q_lengths, 4), (k_lengths, 2), (k_lengths, 2)])
+    ]  # fmt: skip
+    do = packed(q_lengths, 4, 128, torch.bfloat16, 4)
+    results = []
+    for backend in ("triton-split", "hopper-only"):
+        out = public(op, *leaves, qo, ko, backend=backend, max_q_len=300, max_k_len=longest)
+        results.append(torch.autograd.grad(out, leaves, do))
+    for name, mine, other in zip(("dq", "dk", "dv"), results[1], results[0]):
+        error = errors([mine], [other.double()])[0]
+        assert error < 4e-3, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 200])

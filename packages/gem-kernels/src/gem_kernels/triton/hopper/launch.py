@@ -87,7 +87,7 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
     else:
         found = [{"GLUON": 1, "FUSED": 0}]
         if fuses(p):
-            found = [{"GLUON": 1, "FUSED": 1}, *found]
+            found.append({"GLUON": 1, "FUSED": 1})
     return found if only else [_PORTABLE, *found]
 
 

@@ -60,7 +60,7 @@ def test_groups() -> None:
 def test_places_what_lies_elsewhere() -> None:
     q, k, v = _qkv().unbind(1)
     grads = [q.contiguous(), k.contiguous(), v.contiguous()]
-    assert siblings.place((q, k, v), (True, True, True), grads) == {0, 1, 2}
+    assert siblings.place([range(3)], grads) == {0, 1, 2}
     assert torch.equal(siblings._joined(grads), _qkv())
 
 

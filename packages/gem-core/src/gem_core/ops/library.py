@@ -182,15 +182,19 @@ def _define_backward(definition: OpDefinition) -> None:
     names, douts = contract.saved, contract.differentiable_outputs
     arguments = [f"Tensor? {n}" for n in names] + [f"Tensor? d_{n}" for n in douts] + [f"SymInt {n}" for n in definition.sizes]
     results = ", ".join(["Tensor"] * len(contract.differentiable))
-    LIBRARY.define(f"{op}({', '.join(arguments)}, bool[] needs, str spec) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(
+        f"{op}({', '.join(arguments)}, bool[] needs, str spec, int[] together) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
+    )
 
+    # ``together``: first, one past the last differentiable tensor of each group of siblings. It is found where the formula of autograd runs
+    # and given on, since a compiler that runs the parts by themselves shows them other views of the same tensors.
     def unpack(args: Sequence[Any]) -> tuple[dict[str, Tensor | None], tuple[Tensor | None, ...], Sizes, tuple[bool, ...], str]:
         n = len(names)
         named = dict(zip(names, args[:n]))
         if NORMED in named:
             named["x"] = named[NORMED]
-        sizes = dict(zip(definition.sizes, args[n + len(douts) : -2]))
-        return named, tuple(args[n : n + len(douts)]), sizes, tuple(args[-2]), args[-1]
+        sizes = dict(zip(definition.sizes, args[n + len(douts) : -3]))
+        return named, tuple(args[n : n + len(douts)]), sizes, tuple(args[-3]), args[-2]
 
     def run(*args: Any) -> tuple[Tensor, ...] | Tensor:
         named, grads, sizes, needs, spec = unpack(args)
@@ -201,13 +205,13 @@ def _define_backward(definition: OpDefinition) -> None:
             result = kernel.backward(problem, args[: len(names)], dout, needs)
         like = next(t for t in named.values() if t is not None)
         grads = [t if need else None for t, need in zip(result, needs)]
-        siblings_of_one = siblings.place([named.get(n) for n in contract.differentiable], needs, grads)
+        siblings_of_one = siblings.place(_ranges(args[-1]), grads)
         return _plain([t if i in siblings_of_one else _dense(t, like) for i, t in enumerate(grads)])
 
     def fake(*args: Any) -> tuple[Tensor, ...] | Tensor:
         named, _, _, needs, _ = unpack(args)
         like = next(t for t in named.values() if t is not None)
-        grads = siblings.empty_grads([named.get(n) for n in contract.differentiable], needs)
+        grads = siblings.empty_grads([named.get(n) for n in contract.differentiable], needs, _ranges(args[-1]))
         return _plain([like.new_empty(0) if t is None else t for t in grads])
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -248,7 +252,11 @@ def _define_autograd(definition: OpDefinition) -> None:
         douts = [by_output[n] for n in contract.differentiable_outputs]
         found: dict[str, Tensor] = {}
         if any(d is not None for d in douts):
-            result = backward_op(*ctx.saved_tensors, *douts, *ctx.sizes, needs, ctx.spec)
+            named = dict(zip(contract.saved, ctx.saved_tensors))
+            together = [
+                edge for run in siblings.groups([named.get(n) for n in contract.differentiable], needs) for edge in (run.start, run.stop)
+            ]
+            result = backward_op(*ctx.saved_tensors, *douts, *ctx.sizes, needs, ctx.spec, together)
             result = result if isinstance(result, (tuple, list)) else (result,)
             found = {n: g for n, g, need in zip(contract.differentiable, result, needs) if need}
         if "residual" in wanted and "x" in found:
@@ -265,6 +273,10 @@ def _unpack(definition: OpDefinition, args: Sequence[Any]) -> tuple[dict[str, Te
 
 def _dense(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t.contiguous()
+
+
+def _ranges(edges: Sequence[int]) -> list[range]:
+    return [range(a, b) for a, b in zip(edges[::2], edges[1::2])]
 
 
 def _plain(results: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:

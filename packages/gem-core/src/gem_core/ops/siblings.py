@@ -37,20 +37,20 @@ def _follows(first: Tensor, t: Tensor | None, place: int, count: int) -> bool:
     return t.stride(0) == count * size and t.storage_offset() == first.storage_offset() + place * size
 
 
-def empty_grads(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Empty gradients: contiguous, siblings as the slices of one tensor, None where none is needed."""
+def empty_grads(tensors: Sequence[Tensor | None], needs: Sequence[bool], together: Sequence[range] | None = None) -> list[Tensor | None]:
+    """Empty gradients: contiguous, siblings as the slices of one tensor, None where none is needed. ``together``: the groups if known."""
     grads = [None if t is None or not need else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, need in zip(tensors, needs)]
-    for run in groups(tensors, needs):
+    for run in groups(tensors, needs) if together is None else together:
         n, h, d = tensors[run.start].shape  # type: ignore[union-attr]
         joined = tensors[run.start].new_empty((n, len(run), h, d))  # type: ignore[union-attr]
         grads[run.start : run.stop] = joined.unbind(1)
     return grads
 
 
-def place(tensors: Sequence[Tensor | None], needs: Sequence[bool], grads: list[Any]) -> set[int]:
-    """Puts siblings in ``grads`` side by side, copying those that an implementation did not leave so; which gradients are siblings."""
+def place(together: Sequence[range], grads: list[Any]) -> set[int]:
+    """Puts the gradients of each group side by side, copying those that an implementation did not leave so; which these are."""
     placed: set[int] = set()
-    for run in groups(tensors, needs):
+    for run in together:
         if _joined(grads[run.start : run.stop]) is None:
             grads[run.start : run.stop] = torch.stack(grads[run.start : run.stop], 1).unbind(1)
         placed.update(run)

@@ -18,12 +18,13 @@ from importlib import metadata
 from typing import Any, ClassVar
 
 from gem_core import hookspecs
+from gem_core.config import FrozenConfig
 from gem_core.config.schema import Data, Parallel, Precision
 from gem_core.plugins import CORE, KINDS, PluginManager, PluginStatus
 from gem_core.testing.rules import Rules
 
 HEAVY = ("triton", "torchrec", "fbgemm_gpu", "pyarrow")
-_SECTIONS = {"source": Data, "recipe": Precision, "dense_strategy": Parallel, "sparse_strategy": Parallel}
+_SECTIONS: dict[str, type[FrozenConfig]] = {"source": Data, "recipe": Precision, "dense_strategy": Parallel, "sparse_strategy": Parallel}
 _PROBE = """
 import importlib, json, sys, warnings
 from gem_core.plugins import KINDS, manager

@@ -178,3 +178,20 @@ assert counter.get_total_flops() == 48, counter.get_total_flops()
 
 def test_importing_the_ops_is_light_and_the_counter_knows_them_all_the_same() -> None:
     subprocess.run([sys.executable, "-c", CHECK], check=True)
+
+
+def test_cached_graphs_are_keyed_by_the_schemas_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.compiler import config
+
+    from gem_core.ops import library
+
+    monkeypatch.setattr(config, "cache_key_tag", "mine")
+    library.tag_compiled_graphs()
+    tagged = config.cache_key_tag
+    library.tag_compiled_graphs()
+    assert config.cache_key_tag == tagged
+    assert tagged.startswith("mine gem ")
+    config.cache_key_tag = "mine"
+    monkeypatch.setattr(library, "_schemas", [*library._schemas, "another(Tensor x) -> Tensor"])
+    library.tag_compiled_graphs()
+    assert config.cache_key_tag not in ("mine", tagged)

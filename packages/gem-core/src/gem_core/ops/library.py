@@ -8,6 +8,7 @@ stable between processes, so compiled graphs may be cached on disk.
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from gem_core.ops.contract import NORMED, OpContract, OpPrecision, Problem
 
 NAMESPACE = "gem"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_schemas: list[str] = []
 Named = Mapping[str, Any]
 """Tensors, or None where an optional one is absent, by name."""
 Sizes = Mapping[str, int]
@@ -145,12 +147,27 @@ def define(definition: OpDefinition) -> None:
     _define_autograd(definition)
 
 
+def tag_compiled_graphs() -> None:
+    """Put the schemas of the ops into the key of torch's cache of compiled graphs, before anything is compiled: torch does not look at the
+    schema of a custom op, and would take a graph from the cache that calls the ops of another version of this package."""
+    from torch.compiler import config
+
+    digest = hashlib.sha256("\n".join(_schemas).encode()).hexdigest()[:16]
+    if digest not in config.cache_key_tag:
+        config.cache_key_tag += f" {NAMESPACE} {digest}"
+
+
+def _define(schema: str) -> None:
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _schemas.append(schema)
+
+
 def _define_forward(definition: OpDefinition) -> None:
     contract, op = definition.contract, definition.op
     arguments = [f"Tensor? {n}" if n in contract.optional else f"Tensor {n}" for n in contract.tensors]
     arguments += [f"SymInt {n}" for n in definition.sizes]
     results = ", ".join(["Tensor"] * (len(contract.outputs) + len(contract.made)))
-    LIBRARY.define(f"{op}({', '.join(arguments)}, str spec) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
+    _define(f"{op}({', '.join(arguments)}, str spec) -> ({results})")
 
     def run(*args: Any) -> tuple[Tensor, ...] | Tensor:
         named, sizes, spec = _unpack(definition, args)
@@ -182,9 +199,7 @@ def _define_backward(definition: OpDefinition) -> None:
     names, douts = contract.saved, contract.differentiable_outputs
     arguments = [f"Tensor? {n}" for n in names] + [f"Tensor? d_{n}" for n in douts] + [f"SymInt {n}" for n in definition.sizes]
     results = ", ".join(["Tensor"] * len(contract.differentiable))
-    LIBRARY.define(
-        f"{op}({', '.join(arguments)}, bool[] needs, str spec, int[] together) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    _define(f"{op}({', '.join(arguments)}, bool[] needs, str spec, int[] together) -> ({results})")
 
     # ``together``: first, one past the last differentiable tensor of each group of siblings. It is found where the formula of autograd runs
     # and given on, since a compiler that runs the parts by themselves shows them other views of the same tensors.

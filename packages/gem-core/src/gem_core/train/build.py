@@ -17,6 +17,7 @@ from gem_core.model.contract import Retrieval, Shards, Tables, TableSet
 from gem_core.model.experts import Elsewhere
 from gem_core.model.retrieval import TASK, NextItems
 from gem_core.model.tables import deferred_tables
+from gem_core.ops.library import tag_compiled_graphs
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
 from gem_core.train.contract import RecipeContext
@@ -113,6 +114,7 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
             if isinstance(tables, nn.Module):
                 # look-ups stay eager: sparse gradients and fused table optimizers do not go through the compiler
                 tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[no-untyped-call]
+            tag_compiled_graphs()
             for unit in compiled_units(model):
                 unit.compile(dynamic=True)
         module = find("dense_strategy", p.dense).build(model, mesh, resolved.dense)

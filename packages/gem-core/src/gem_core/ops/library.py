@@ -267,11 +267,12 @@ def _define_autograd(definition: OpDefinition) -> None:
         douts = [by_output[n] for n in contract.differentiable_outputs]
         found: dict[str, Tensor] = {}
         if any(d is not None for d in douts):
-            named = dict(zip(contract.saved, ctx.saved_tensors))
+            saved = ctx.saved_tensors  # once: activation checkpointing gives every tensor out once
+            named = dict(zip(contract.saved, saved))
             together = [
                 edge for run in siblings.groups([named.get(n) for n in contract.differentiable], needs) for edge in (run.start, run.stop)
             ]
-            result = backward_op(*ctx.saved_tensors, *douts, *ctx.sizes, needs, ctx.spec, together)
+            result = backward_op(*saved, *douts, *ctx.sizes, needs, ctx.spec, together)
             result = result if isinstance(result, (tuple, list)) else (result,)
             found = {n: g for n, g, need in zip(contract.differentiable, result, needs) if need}
         if "residual" in wanted and "x" in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import pytest
@@ -182,7 +183,8 @@ def test_what_cannot_be_used_is_replaced_and_told(tmp_path):
         assert "no two members of the group share a host" in apart[1]
         assert one[1] == "copy-engine: shared memory, 3 members of one host, 3 results in turn"
         assert all(result == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0] for _, _, result in found["told"][:3])
-        assert "not copy-engine, because member 1 of the host did not publish its memory within 0" in unseen
+        # the member that is asked for first may not be the second
+        assert re.search(r"not copy-engine, because member \d of the host did not publish its memory within 0", unseen)
         assert "not copy-engine, because no space left in shared memory" in fault
         assert found["hosts"] == (0, 0, 0)
         assert found["declared"] == (0, 0, 1)

@@ -62,7 +62,7 @@ class Saver:
         would otherwise keep training waiting for."""
         if self.background and self.runtime.device.type == "cuda":
             _, held = self._held(parts)
-            self._preparing = threading.Thread(target=self._allocate, args=(held,), name="checkpoint memory", daemon=True)
+            self._preparing = threading.Thread(target=self._allocate, args=(held, self._preparing), name="checkpoint memory", daemon=True)
             self._preparing.start()
 
     def settle(self) -> None:
@@ -98,7 +98,9 @@ class Saver:
         mine = parts if sharded or self.runtime.main else {}
         return sharded, {part: {n: shards_of(s) for n, s in states.items()} for part, states in mine.items()}
 
-    def _allocate(self, held: Mapping[str, Mapping[str, Shards]]) -> None:
+    def _allocate(self, held: Mapping[str, Mapping[str, Shards]], after: threading.Thread | None = None) -> None:
+        if after is not None:
+            after.join()
         for part, states in held.items():
             for name, shards in states.items():
                 for at, tensor in shards.parts:

@@ -214,6 +214,9 @@ class Trainer:
         schedule, info = self.config.train.schedule, self.info
         self.parts.module.train()
         self.meter.mark(None)
+        if self.config.train.checkpoint_every is not None:
+            # before the first step, since reading tables between two others may average their replicas
+            self.saver.prepare({"model": self.parts.dense_state(), "tables": self.parts.table_state()})
         for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
             self.meter.mark("data")
             self._begin_partition(batches[0])
@@ -248,7 +251,7 @@ class Trainer:
         if "kernels" not in self.header:
             self._complete_header(batches[0])
             if train.checkpoint_every is not None:
-                self.saver.prepare(self._tensors())
+                self.saver.prepare({"optimizer": dict(self.step.dense.state_items())})
         stopping = self._take(self.outcomes.ready(all=logs or evaluates or saves))
         self._saved(self.saver.finished())
         self._each("on_step", self._log_record(lr) if logs else None)

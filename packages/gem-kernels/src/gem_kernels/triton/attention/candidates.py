@@ -98,7 +98,8 @@ def query_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         if p.q_bound > 64:
             found = [_config(16, 32, 8, 2), _config(16, 64, 8, 2), _config(16, 32, 8, 3)]
     elif p.time:
-        found = [_config(64, 32, 8, 2)]
+        # of what spills nothing
+        found = [_config(32, 32, 4, 2)]
     elif wide <= 64:
         found = [_config(64, 64, 4, 3), _config(128, 64, 8, 3), _config(rows, 128, 8, 2)]
     elif wide <= 128:
@@ -147,4 +148,4 @@ def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         return [_config(32, 64, 1, 1, PERSISTENT=2)]
     if p.dtype == "fp32":
         return [_config(16, 16, 4, 1, PERSISTENT=4)]
-    return [_config(64, 32, 8, 2, TMA=info.tma, PERSISTENT=2), _config(64, 32, 4, 2, TMA=info.tma, PERSISTENT=2)]
+    return [_config(32, 32, 4, 2, TMA=info.tma, PERSISTENT=2), _config(64, 32, 8, 2, TMA=info.tma, PERSISTENT=2)]

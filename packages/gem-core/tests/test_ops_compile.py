@@ -185,13 +185,13 @@ def test_cached_graphs_are_keyed_by_the_schemas_of_the_ops(monkeypatch: pytest.M
 
     from gem_core.ops import library
 
-    monkeypatch.setattr(config, "cache_key_tag", "mine")
-    library.tag_compiled_graphs()
-    tagged = config.cache_key_tag
-    library.tag_compiled_graphs()
-    assert config.cache_key_tag == tagged
-    assert tagged.startswith("mine gem ")
-    config.cache_key_tag = "mine"
+    with config.patch(cache_key_tag="mine"):
+        library.tag_compiled_graphs()
+        tagged = config.cache_key_tag
+        library.tag_compiled_graphs()
+        assert config.cache_key_tag == tagged
+        assert tagged.startswith("mine gem ")
     monkeypatch.setattr(library, "_schemas", [*library._schemas, "another(Tensor x) -> Tensor"])
-    library.tag_compiled_graphs()
-    assert config.cache_key_tag not in ("mine", tagged)
+    with config.patch(cache_key_tag="mine"):
+        library.tag_compiled_graphs()
+        assert config.cache_key_tag not in ("mine", tagged)

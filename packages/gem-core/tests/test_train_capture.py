@@ -189,6 +189,31 @@ def test_rooms_are_tight_until_there_are_enough():
     assert sum(waste[50:]) / len(waste[50:]) < 0.035
 
 
+def test_a_recording_serves_while_the_step_keeps_its_name():
+    """A name that changes is a new recording, after one step as usual; a step without a name is computed, and the recording stays."""
+    done, names = [], iter("aaa-abbb-b")
+    captured = Captured.__new__(Captured)
+    captured.features, captured.device, captured.history, captured._recorded = Features(), torch.device("cpu"), None, []
+    captured.compute = lambda batch, totals: done.append("computed")
+    captured.state = lambda: None if (name := next(names)) == "-" else name
+
+    class Graph:
+        replay = staticmethod(lambda: done.append("replayed"))
+
+    def record(found):
+        done.append("recorded")
+        found.graph, found.outcome = Graph(), torch.zeros(1)
+
+    captured._record = record
+    seen = []
+    for _ in range(10):
+        captured(Batch(size=2, dense=torch.zeros(2, 1)), [1.0, 1.0, 0.0])
+        seen.append(" ".join(done))
+        done.clear()
+    new = ["computed", "recorded replayed", "replayed"]
+    assert seen == [*new, "computed", "replayed", *new, "computed", "replayed"]
+
+
 def test_several_values_an_event_are_refused():
     inner = Jagged.from_lengths(torch.arange(3), torch.tensor([1, 2]))
     batch = Batch(size=1, sequences={"h": SequenceGroup(torch.tensor([0, 2]), {"tags": inner})})

@@ -186,6 +186,21 @@ def test_sampling_rhythm_and_evaluation_is_not_sampled():
     assert sampled == [1, 4, 8]
 
 
+def test_recordings_are_named_by_the_levels_and_samples_are_not_recorded():
+    guard, site = guarded(sample_every=3)
+    names = []
+    for step in range(1, 8):
+        names.append(guard.recording())
+        assert (names[-1] is None) == site.sampling
+        feed(guard, step, **({"wgrad_dy": sums(dead=1.0)} if step == 3 else {}))
+    assert names == [None, (0,), None, (1,), (1,), None, (1,)]
+    assert guard.capturable
+    site.generator = torch.Generator()
+    assert not guard.capturable
+    off, _ = guarded(enabled=False)
+    assert off.recording() == (0,)
+
+
 @pytest.mark.parametrize("along", [0, 1])
 @pytest.mark.parametrize("block", [(1, 32), (32, 32), (1, 0), (128, 128)])
 def test_windows_cover_a_large_tensor(block, along):

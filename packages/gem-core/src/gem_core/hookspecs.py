@@ -192,12 +192,14 @@ class CallbackSpec:
 class Guard(Protocol):
     """What a recipe leaves behind: tells the precision of each site and watches the numbers.
 
-    Two methods may be left out. ``watch(evaluate)`` is called once before training: ``evaluate(rows)`` gives the NE of the first task over
+    Some members may be left out. ``watch(evaluate)`` is called once before training: ``evaluate(rows)`` gives the NE of the first task over
     the first ``rows`` held-out samples as the model computes at that moment, the same on all ranks, so a guard may call it inside
     ``on_step`` at steps that are the same on all ranks. ``take_decisions()`` returns what the guard decided since the last call, as
     records with ``step`` and JSON values; the trainer writes them to ``guard.jsonl`` of the run folder.
 
-    An attribute ``capturable``, true: the recipe's modules compute the same in every step, so that a step may be recorded and replayed.
+    An attribute ``capturable``, true: a step may be recorded and replayed, since the recipe's modules compute the same in every step or since
+    ``recording()`` tells when they do not: it returns a hashable that names what the coming step computes, or None if that step must not be
+    replayed (the guard samples in it). Steps recorded under another name are recorded anew.
     """
 
     def describe(self) -> Sequence[tuple[str, str, str]]:

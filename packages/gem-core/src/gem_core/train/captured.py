@@ -4,11 +4,14 @@ A graph is fixed in shapes and addresses, and batches of histories are not. So a
 have room for more events and ids than it holds (`Room`); what is beyond is slack, which no result depends on. For each such room the first
 step is computed as usual, which also compiles and allocates what it needs, the second is recorded, and from then on it is replayed.
 Learning rates, the sample total and the random state are read from the device, so that a replayed step computes what the step would.
+
+A recipe may change what a step computes. Its guard's ``recording()`` names that (`gem_core.Guard`): a recording serves while the name is the
+one it was made under, and a step without a name is computed as usual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,22 +164,31 @@ _PLAIN = ("dense", "labels", "label_mask", "weights", "num_targets", "timestamps
 
 
 class Captured:
-    """Callable on a batch, the host's three totals and ``compute(batch, totals [3]) -> outcome``, the step itself."""
+    """Callable on a batch and the host's three totals. ``compute(batch, totals [3]) -> outcome``: the step itself; ``state()``: the name of
+    what it computes now, None for a step that is not to be replayed."""
 
-    def __init__(self, compute: Callable[[Batch, Tensor], Tensor], features: Features, device: torch.device) -> None:
-        self.compute, self.features, self.device = compute, features, device
+    def __init__(
+        self,
+        compute: Callable[[Batch, Tensor], Tensor],
+        features: Features,
+        device: torch.device,
+        state: Callable[[], Hashable | None] = tuple,
+    ) -> None:
+        self.compute, self.features, self.device, self.state = compute, features, device, state
         self.history = features.next_item_field()[0] if features.next_item is not None else None
         self._recorded: list[_Recorded] = []
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch, totals: list[float]) -> Tensor:
-        found = self._of(batch)
+        found, state = self._of(batch), self.state()
+        if state is not None and state != found.state:
+            found.state, found.graph, found.ran = state, None, False
         found.fixed.fill(batch)
         for place, value in zip(found.totals, totals):
             place.fill_(value)
-        if found.ran and found.graph is None:
+        if found.ran and found.graph is None and state is not None:
             self._record(found)
-        if found.graph is None:
+        if found.graph is None or state is None:
             found.ran = True
             return self.compute(found.fixed.batch, found.totals)
         found.graph.replay()
@@ -219,6 +231,7 @@ class Captured:
 class _Recorded:
     fixed: FixedBatch
     totals: Tensor
+    state: Hashable = None
     ran: bool = False
     graph: torch.cuda.CUDAGraph | None = None
     outcome: Tensor | None = None

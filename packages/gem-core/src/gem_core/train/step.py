@@ -83,7 +83,8 @@ class TrainStep:
         self._buffers = parts.buffers()
         self._weights = torch.tensor([label.weight for label in config.features.labels.values()], device=runtime.device)
         self._mark: Callable[[str | None], None] = meter.mark
-        self._captured = Captured(self._silent, config.features, runtime.device) if capture else None
+        names = getattr(parts.guard, "recording", tuple)
+        self._captured = Captured(self._silent, config.features, runtime.device, names) if capture else None
 
     def set_lr(self, factor: float) -> float:
         """Scale both learning rates; returns the dense one."""

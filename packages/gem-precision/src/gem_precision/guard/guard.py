@@ -108,6 +108,15 @@ class NumericsGuard:
         self._arm(step + 1)
         return self._scalars()
 
+    @property
+    def capturable(self) -> bool:
+        """Whether steps may be recorded and replayed while `recording` names them: random bits drawn on the host may not."""
+        return all(site.generator is None for site in self.sites.values())
+
+    def recording(self) -> tuple[int, ...] | None:
+        """The level of every site in the coming step; None if that step is sampled, which a replayed step is not."""
+        return None if self._due(self.step + 1) else tuple(site.level for site in self.sites.values())
+
     def watch(self, evaluate: Callable[[int], float]) -> None:
         """Every ``drift_every`` steps compare ``evaluate(drift_rows)``, the model's NE on held-out rows, with the same under `shadow`."""
         self._evaluate = evaluate

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gem_core.config import Config
     from gem_core.ops.contract import Problem, Supported
     from gem_core.train.collective import Gatherer, GatherOptions, Topology
+    from gem_core.train.mesh import Mesh
 
 GEM_API = 1
 """Version of the plug-in interface that this core speaks."""
@@ -132,12 +133,16 @@ class StrategySpec:
 
     A sparse strategy's ``forward(group: SparseGroup)`` gives ``{lookup name: pooled [B, d] or (values [N, d], offsets [B+1])}`` and its
     ``state_items()`` gives ``(canonical name, tensor or Shards)`` pairs; see ``gem_core.model.contract.Tables``.
+
+    ``averages(mesh)``, of a dense strategy that does nothing but average the gradients of whole copies over all processes: called in place
+    of ``build`` where steps are captured, which do that themselves; raises what ``build`` would for the mesh.
     """
 
     kind: ClassVar[str] = "strategy"
     name: str
     config_type: type
     build: Callable[..., nn.Module]
+    averages: Callable[[Mesh], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,9 +202,9 @@ class Guard(Protocol):
     ``on_step`` at steps that are the same on all ranks. ``take_decisions()`` returns what the guard decided since the last call, as
     records with ``step`` and JSON values; the trainer writes them to ``guard.jsonl`` of the run folder.
 
-    An attribute ``capturable``, true: a step may be recorded and replayed, since the recipe's modules compute the same in every step or since
-    ``recording()`` tells when they do not: it returns a hashable that names what the coming step computes, or None if that step must not be
-    replayed (the guard samples in it). Steps recorded under another name are recorded anew.
+    An attribute ``capturable``, true: a step may be recorded and replayed, since the recipe's modules compute the same in every step or
+    since ``recording()`` tells when they do not: it returns a hashable that names what the coming step computes, or None if that step
+    must not be replayed (the guard samples in it). Steps recorded under another name are recorded anew.
     """
 
     def describe(self) -> Sequence[tuple[str, str, str]]:

@@ -135,7 +135,8 @@ def test_seed_pooling_formula_and_empty_history():
     s, _ = inputs(rows)
     candidate = randn(4, DIM, seed=2)
     pool = SeedPooling(DIM, HEADS, WIDTH, TOKEN_DIM, seeds=2, candidate_queries=1).double()
-    out = pool(s, rows, candidate)
+    out, after = pool(s, rows, candidate)
+    assert torch.equal(after, s)
     assert torch.allclose(out[1], pool.out.bias.expand(3, -1))
     part = slice(rows.offsets[3], rows.offsets[4])
     k, v = (rms(s[part]) @ pool.kv.linear.weight.T + pool.kv.linear.bias).view(-1, 2, HEADS, WIDTH).unbind(1)
@@ -370,7 +371,7 @@ def test_gradcheck_pooling():
             self.inner = pooling
 
         def forward(self, s, candidate):
-            return self.inner(s, rows, candidate)
+            return self.inner(s, rows, candidate)  # the rows themselves too: their gradient goes through the projection's
 
     assert differentiate(Ordered(), randn(rows.count, 4), randn(3, 4, seed=1))
 

@@ -62,7 +62,10 @@ class GemLayer(nn.Module):
 
     def _next(self, name: str, h: History, x: Tensor) -> History:
         s = self.blocks[name](h.s, x, h.rows, h.rotary) if name in self.blocks else h.s
-        return replace(h, s=s, pooled=self.pools[name](s, h.rows, h.candidate) if name in self.pools else h.pooled)
+        pooled = h.pooled
+        if name in self.pools:
+            pooled, s = self.pools[name](s, h.rows, h.candidate)
+        return replace(h, s=s, pooled=pooled)
 
 
 class Gem(RankingModel):

@@ -68,7 +68,7 @@ class HistorySummary(nn.Module):
         self.count = self.pool.count
 
     def forward(self, history: History) -> Tensor:
-        return self.gate(self.pool(history.s, history.rows))
+        return self.gate(self.pool(history.s, history.rows)[0])
 
 
 class InterFormerLayer(nn.Module):

@@ -7,6 +7,7 @@ module is exactly that type. What a recipe puts there may take the norm or activ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +45,13 @@ class NormLinear(nn.Module):
         self.kind, self.eps = kind, eps
         self.linear = nn.Linear(in_features, out_features, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, through: bool = False) -> Any:
+        """``through``: the pair (result, x); a later use of that x costs no addition of gradients (see `gem_core.ops.norm_linear`)."""
         linear = self.linear
         if type(linear) is nn.Linear:
-            return ops.norm_linear(x, linear.weight, linear.bias, kind=self.kind, eps=self.eps)
-        return after_norm(linear, x, self.kind, self.eps)
+            return ops.norm_linear(x, linear.weight, linear.bias, kind=self.kind, eps=self.eps, through=through)
+        y = after_norm(linear, x, self.kind, self.eps)
+        return (y, x) if through else y
 
 
 class FeedForward(nn.Module):

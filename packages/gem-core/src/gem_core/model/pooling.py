@@ -52,9 +52,11 @@ class SeedPooling(nn.Module):
         if self.seeds is not None:
             nn.init.normal_(self.seeds)
 
-    def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> Tensor:
+    def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Also s, for what reads the rows after this (see `gem_core.ops.norm_linear`, ``through``)."""
         b = rows.batch_size
-        k, v = siblings.unbind(self.kv(s).view(-1, 2, self.heads, self.head_dim))
+        kv, s = self.kv(s, through=True)
+        k, v = siblings.unbind(kv.view(-1, 2, self.heads, self.head_dim))
         pooled = []
         if self.seeds is not None:
             q = self.seeds.to(k.dtype)
@@ -68,7 +70,7 @@ class SeedPooling(nn.Module):
             lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
             o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths, precision=self.attention_precision)
             pooled.append(o.view(b, self.count, self.heads * self.head_dim))
-        return self.out(pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1))
+        return self.out(pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)), s
 
 
 class Pooling(nn.Module):
@@ -90,7 +92,12 @@ class Pooling(nn.Module):
         self.rows = NormLinear(dim, out_dim, norm) if taken else None
         self.count = config.read_tokens + taken
 
-    def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> Tensor:
+    def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The tokens, and s for what reads the rows after this."""
+        tokens = []
+        if self.attention is not None:
+            found, s = self.attention(s, rows, candidate)
+            tokens.append(found)
         taken = []
         if self.cls:
             taken.append(rows.first(s, self.cls))
@@ -98,9 +105,6 @@ class Pooling(nn.Module):
             taken.append(rows.newest(s, self.recent))
         if self.last:
             taken.append(rows.last(s))
-        tokens = []
-        if self.attention is not None:
-            tokens.append(self.attention(s, rows, candidate))
         if self.rows is not None:
             tokens.append(self.rows(taken[0] if len(taken) == 1 else torch.cat(taken, 1)))
-        return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1)
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1), s

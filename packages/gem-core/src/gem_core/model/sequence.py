@@ -69,7 +69,8 @@ class Pffn(nn.Module):
         bounds = {"max_q_len": rows.max_length, "max_k_len": self.keys}
         if self.q is None or self.out is None:
             return ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds).flatten(1)
-        o = ops.gdpa(self.q(s).view(shape), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision)
+        q, s = self.q(s, through=True)
+        o = ops.gdpa(q.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision)
         return s + self.dropout(self.out(o.flatten(1)))
 
 
@@ -97,7 +98,8 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, s: Tensor, rows: Rows, rotary: Rotary | None = None) -> Tensor:
-        q, k, v = siblings.unbind(self.qkv(s).view(-1, 3, self.heads, self.head_dim))
+        qkv, s = self.qkv(s, through=True)
+        q, k, v = siblings.unbind(qkv.view(-1, 3, self.heads, self.head_dim))
         if self.qk_norm:
             q, k = ops.norm(q), ops.norm(k)
         if self.kind == "block":

@@ -133,7 +133,7 @@ class HstuLayer(nn.Module):
     def forward(self, s: Tensor, rows: Rows, times: Tensor | None = None, edges: Tensor | None = None) -> Tensor:
         c = self.config
         values, keys = c.heads * c.v_dim, c.heads * c.qk_dim
-        mixed = self.uvqk(s)
+        mixed, s = self.uvqk(s, through=True)
         if c.convention == "research":
             mixed = F.silu(mixed)
         u, v, q, k = mixed.split([values, values, keys, keys], 1)

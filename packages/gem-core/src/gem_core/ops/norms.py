@@ -10,6 +10,7 @@ products only, so that of `norm` is 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,15 +62,21 @@ def norm_linear(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     residual: Tensor | None = None,
+    through: bool = False,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``n(x) wᵀ + b``: norm of x (or of x + residual), then a linear layer.
 
     :param x: ``[..., K]``. :param w: ``[N, K]``. :param b: ``[N]``, w's dtype. :param norm_weight: ``[K]``. :param norm_bias: ``[K]``.
+    :param through: return the pair (result, x) and use this x from then on, as for a skip connection: its gradient is added where that of
+        the norm is computed, not in a pass of its own. Not together with ``residual``.
     :return: ``[..., N]`` in x's dtype; with ``residual`` the pair (that, x + residual). Under autocast x, residual, w and b are cast.
     """
     op = "norm_linear"
+    if through and residual is not None:
+        raise OpError("norm_linear: x + residual is returned anyway", where="through", fix="leave through or residual out")
+    given = x
     x, w, b, residual = autocast(x, w, b, residual)
     check_rows(op, x, residual)
     check_kind(op, kind)
@@ -78,9 +85,35 @@ def norm_linear(
     check_vector(op, "norm_bias", norm_bias, x, x.shape[-1])
     tensors = (rows_of(x), w, b, norm_weight, norm_bias, rows_of(residual))
     spec = finish(op, tensors, [("kind", kind), ("eps", float(eps))], backend)
+    if through and x is given and torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
+        y, passed = _Through.apply(*tensors[:-1], spec)
+        return y.view(*x.shape[:-1], w.shape[0]), passed.view(x.shape)
     y, total, _, _ = torch.ops.gem.norm_linear.default(*tensors, spec)
     y = y.view(*x.shape[:-1], w.shape[0])
+    if through:
+        return y, given
     return y if residual is None else (y, total.view(x.shape))
+
+
+class _Through(torch.autograd.Function):
+    """`norm_linear` of ``x [M, K]``, and x itself: one backward call gets the gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, spec: str) -> Any:
+        y, _, mean, rstd = torch.ops.gem.norm_linear.default(x, w, b, norm_weight, norm_bias, None, spec)
+        ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, rstd)
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return y, x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dx, None, None, None, None, None
+        needs = list(ctx.needs_input_grad[:-1])
+        grads = torch.ops.gem.norm_linear_backward.default(*ctx.saved_tensors, dy, dx, needs, ctx.spec, [])
+        return *(g if need else None for g, need in zip(grads, needs)), None
 
 
 def linear_norm(

@@ -324,6 +324,8 @@ def _norm_cases(op: str) -> dict[str, Case]:
         cases[f"{kind}, three dimensions"] = _rows(op, (3, 5, 32), kind=kind)
         if op != "linear_norm":
             cases[f"{kind}, residual"] = _rows(op, kind=kind, residual=True, affine=True)
+        if op == "norm_linear":
+            cases[f"{kind}, through"] = _rows(op, kind=kind, through=True, bias=True)
     return cases
 
 

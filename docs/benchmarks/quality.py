@@ -93,15 +93,16 @@ def train(args: argparse.Namespace, index: int, name: str, seed: int, words: lis
     folder: Path = args.work / run
     if (folder / PREDICTED).is_file():
         return folder
-    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", *words]
-    command += ["--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
     began = time.monotonic()
     environment = dict(os.environ)
+    captured = []
     if gpus := torch.cuda.device_count():
-        command += ["--set", "train.capture=true"] if name.startswith("gem") else []
+        captured = ["--set", "train.capture=true"] if name.startswith("gem") else []
         visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
-    done = subprocess.run([*command, "--overwrite"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", *captured, *words, "--overwrite"]
+    command += ["--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     print(f"{run}: exit {done.returncode}, {time.monotonic() - began:.0f} s; {done.stdout.strip().splitlines()[-1]}", flush=True)
     if done.returncode:
         raise SystemExit(done.stdout)
@@ -242,7 +243,7 @@ def report(args: argparse.Namespace, variants: dict[str, list[str]], predictions
         "suite": args.suite,
         "command": "python docs/benchmarks/quality.py " + shlex.join(sys.argv[1:]),
         "device": header["device"],
-        "commit": header["commit"],
+        "commit": header["commit"] or os.environ.get("GEM_COMMIT"),
         "machine": platform.machine(),
         "versions": header["versions"],
         "seeds": seeds,

@@ -100,8 +100,8 @@ def train(args: argparse.Namespace, index: int, name: str, seed: int, words: lis
         captured = ["--set", "train.capture=true"] if name.startswith("gem") else []
         visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = visible[index % gpus]
-    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", *captured, *words, "--overwrite"]
-    command += ["--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
+    command = [sys.executable, "-c", "import sys; from gem_core.cli import main; sys.exit(main())", "train", "--overwrite"]
+    command += [*captured, *words, "--set", f"run.seed={seed}", "--set", f"run.name={run}", "--set", f"run.dir={args.work}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     print(f"{run}: exit {done.returncode}, {time.monotonic() - began:.0f} s; {done.stdout.strip().splitlines()[-1]}", flush=True)
     if done.returncode:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
 from gem_core.train.collective import GatherOptions, Topology
 from gem_parallel.collectives import gatherer, members, topology
-from gem_parallel.collectives.copy_engine import CopyEngineGather, HierarchicalGather, PushedMean
+from gem_parallel.collectives.copy_engine import CopyEngineGather, HierarchicalGather
+from gem_parallel.collectives.pushed_mean import PushedMean
 
 CPU = torch.device("cpu")
 KINDS = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]

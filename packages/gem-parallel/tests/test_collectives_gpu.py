@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gem_core.config.schema import TableOptimizer
+from gem_core.ops import use_policy
 from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
 from gem_core.train.collective import GatherOptions, Topology
 from gem_parallel.collectives import gatherer, topology
@@ -98,10 +99,11 @@ def train_pair(rank, world, task):
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = {"s": [[(3,) * world], [(5, *range(world - 1))], [(3,) * world], [(1,) * world, (2,) * world]]}
     config = {**StrategyConformance.config({"dense": "fsdp"}), "model": MODEL, "run": {"device": "cuda", "seed": 5}}
-    return [
-        train_rank(rank, world, {"config": {**config, "parallel": {**config["parallel"], "fsdp": options}}, "scenarios": sizes})["s"]
-        for options in ({"prefetch": 2}, {"prefetch": 2, "collective": "copy-engine"}, {"prefetch": 2})
-    ]
+    with use_policy("reference"):  # nothing to compile
+        return [
+            train_rank(rank, world, {"config": {**config, "parallel": {**config["parallel"], "fsdp": options}}, "scenarios": sizes})["s"]
+            for options in ({"prefetch": 2}, {"prefetch": 2, "collective": "copy-engine"}, {"prefetch": 2})
+        ]
 
 
 def test_fsdp_trains_the_same(tmp_path):
@@ -109,6 +111,26 @@ def test_fsdp_trains_the_same(tmp_path):
         repeats = first["losses"] == again["losses"]  # whether the kernels of the model repeat themselves
         for a, b in zip(first["losses"], copied["losses"], strict=True):
             assert a == (b if repeats else pytest.approx(b, rel=1e-6))
+
+
+def means(rank, world, task):
+    """Sizes of one chunk, of many, and of a part of one; the next mean begins while others still read of the last."""
+    device, off = torch.device("cuda", rank), torch.zeros((), device=torch.device("cuda", rank))
+    made = CopyEngineGather(dist.group.WORLD, GatherOptions(device, topology(dist.group.WORLD, device)))
+    g = random.Random(3)
+    for _ in range(task["iterations"]):
+        n = g.choice([1, g.randrange(5000), 16 * g.randrange(100_000), 60_000_000])
+        whole = torch.randn(world * n, device=device)
+        expected, out = torch.empty(n, device=device), torch.full((n,), float("nan"), device=device)
+        dist.reduce_scatter_tensor(expected, whole, op=dist.ReduceOp.AVG)
+        made.mean(out, whole)
+        off = torch.maximum(off, (out - expected).abs().max())
+    return {"off": float(off)}
+
+
+def test_means_equal_nccl(tmp_path):
+    for found in run_processes(WORLD, means, {"iterations": 40}, tmp_path, timeout=90, backend=BACKEND):
+        assert found["off"] < 1e-5  # nan is not
 
 
 def tables_rank(rank, world, task):

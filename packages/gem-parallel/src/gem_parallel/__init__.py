@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gem_parallel.mesh import Mesh as Mesh
 
 _LAZY = {"Mesh": "gem_parallel.mesh"}
 

@@ -20,7 +20,7 @@ class Plugin:
         from gem_parallel.dense import ddp, fsdp
 
         return [
-            StrategySpec("ddp", ddp.DdpConfig, ddp.build_ddp),
+            StrategySpec("ddp", ddp.DdpConfig, ddp.build_ddp, averages=ddp.check_mesh),
             StrategySpec("fsdp", fsdp.FsdpConfig, fsdp.build_fsdp),
             StrategySpec("hsdp", fsdp.FsdpConfig, fsdp.build_hsdp),
         ]

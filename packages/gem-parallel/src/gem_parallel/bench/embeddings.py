@@ -18,11 +18,10 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--tower", type=int, nargs="+", default=[24], help="layers of the dense tower (8192 x 8192, bf16)")
     p.add_argument(
-        "--by", nargs="+", default=["copy-engine", "8", "0"], help="beside the tower: a back end, or NCCL with so many SMs (0: no limit)"
+        "--by",
+        nargs="+",
+        default=["copy-engine", "8", "0"],
+        help="beside the tower: a back end, or NCCL, with at most so many SMs (copy-engine:24; 8; 0: no limit)",
     )
+    p.add_argument("--orders", nargs="+", choices=["torchrec", "article"], default=["torchrec", "article"], help="beside the tower")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument("--budget", type=float, default=1e9, help="seconds after which nothing more is begun")
     p.add_argument("--only", nargs="+", default=[""], help="strategies whose names hold one of these")
@@ -119,10 +122,10 @@ class Bench:
 
     # Strategies
 
-    def gem(self, options: dict[str, Any], ctas: int = 0) -> Tables2d:
+    def gem(self, options: dict[str, Any]) -> Tables2d:
         config = Gem2dConfig.model_validate({"sharding": "table", **options})
         with torch.device(self.device):
-            module = Tables2d(self.tables, axes(self.mesh, self.device, ctas=ctas or None), config)
+            module = Tables2d(self.tables, axes(self.mesh, self.device, ctas=config.ctas), config)
         module.configure_optimizer(OPTIMIZER)
         module.train()
         with torch.no_grad():
@@ -208,7 +211,7 @@ class Bench:
 
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            print(f"{time.monotonic() - self.started:.1f} s: {text}", flush=True)
 
     def clean(self) -> None:
         gc.collect()
@@ -246,46 +249,45 @@ class Bench:
 # Correctness on small tables
 
 
-def check_simulators(bench: Bench) -> list[dict[str, Any]]:
+Mode = tuple[str, str, str, bool]
+"""Schedule, exchange, back end, and whether ids travel ahead."""
+
+
+def mode_of(options: dict[str, Any], ahead: bool = True) -> Mode:
+    config = Gem2dConfig.model_validate(options)
+    return config.schedule, config.exchange, config.collective, ahead
+
+
+def check_simulators(bench: Bench, modes: Iterable[Mode]) -> list[dict[str, Any]]:
     """gem-2d on the device against the single-process simulators: results of ten steps and final state."""
     world, device, kernel = bench.world, str(bench.device), "fbgemm" if bench.cuda else "torch"
     rows: list[dict[str, Any]] = []
-    for prefetch in (True, False):
-        for schedule, exchange, by in (
-            ("torchrec", "whole", "default"), ("article", "whole", "default"), ("article", "touched", "default"),
-            ("torchrec", "whole", "copy-engine"), ("article", "whole", "copy-engine"),
-        ):  # fmt: skip
-            if prefetch is False and not bench.time_left():
-                continue
-            task = {
-                "strategy": "gem-2d", "model": bench.args.model, "steps": 10, "weighted": prefetch, "prefetch": prefetch,
-                "samples": [s[:world] for s in ([4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1))],
-                "optimizer": {"lr": 0.1, "eps": 1e-3},
-                "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row", "collective": by},
-            }  # fmt: skip
-            try:
-                found = run_rank(bench.rank, world, task, device)
-                ranks: list[Any] = [None] * world
-                dist.all_gather_object(ranks, found)
-                error = _against_simulator(ranks, task, world, schedule if exchange == "whole" else "mean")
-            except Exception:
-                print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
-                error = float("inf")
-            rows.append(
-                {"exchange": exchange, "schedule": schedule, "by": by, "kernel": kernel, "ids ahead": str(prefetch), "largest error": error}
-            )
-            bench.say(str(rows[-1]))
+    for schedule, exchange, by, prefetch in modes:
+        task = {
+            "strategy": "gem-2d", "model": bench.args.model, "steps": 10, "weighted": prefetch, "prefetch": prefetch,
+            "samples": [s[:world] for s in ([4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1))],
+            "optimizer": {"lr": 0.1, "eps": 1e-3},
+            "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row", "collective": by},
+        }  # fmt: skip
+        try:
+            found = run_rank(bench.rank, world, task, device)
+            ranks: list[Any] = [None] * world
+            dist.all_gather_object(ranks, found)
+            error = _against_simulator(ranks, task, world, schedule if exchange == "whole" else "mean")
+        except Exception:
+            print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
+            error = float("inf")
+        rows.append(
+            {"exchange": exchange, "schedule": schedule, "by": by, "kernel": kernel, "ids ahead": str(prefetch), "largest error": error}
+        )
+        bench.say(str(rows[-1]))
     return rows
 
 
-def wrong(rows: list[dict[str, Any]], options: dict[str, Any]) -> bool:
-    """Whether some check of the mode is off by more than fp32 rounding."""
-    mode = Gem2dConfig.model_validate(options)
-    return any(
-        not r["largest error"] < 1e-4
-        for r in rows
-        if (r["exchange"], r["schedule"], r["by"]) == (mode.exchange, mode.schedule, mode.collective)
-    )
+def wrong(rows: list[dict[str, Any]], mode: Mode) -> bool:
+    """Whether the mode was not checked, or is off by more than fp32 rounding."""
+    found = [r for r in rows if (r["schedule"], r["exchange"], r["by"], r["ids ahead"] == "True") == mode]
+    return not found or any(not r["largest error"] < 1e-4 for r in found)
 
 
 def _against_simulator(ranks: list[Any], task: dict[str, Any], world: int, schedule: str) -> float:
@@ -340,12 +342,19 @@ def without_exchange() -> Iterator[None]:
             setattr(kind, name, method)
 
 
+def back_end(by: str) -> tuple[str, int | None]:
+    """Of ``--by``: the back end, and the most SMs that it may take."""
+    name, _, sms = by.partition(":")
+    name, sms = ("default", name) if name.isdigit() else (name, sms)
+    return name, int(sms or 0) or None
+
+
 def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]:
     a = bench.args
     bench.clean()
-    ctas = int(by) if by.isdigit() else 0
-    options = {"schedule": schedule, "window": a.tables, **({} if by.isdigit() else {"collective": by})}
-    module, ok = bench.gem(options, ctas), torch.ones((), dtype=torch.bool, device=bench.device)
+    name, sms = back_end(by)
+    options = {"schedule": schedule, "window": a.tables, "ctas": sms, "collective": name}
+    module, ok = bench.gem(options), torch.ones((), dtype=torch.bool, device=bench.device)
     tower = Tower(a.tables * a.dim, 8192 if bench.cuda else 64, layers, bench.device)
 
     def step(i: int) -> None:
@@ -376,7 +385,7 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     rounds = 2 if schedule == "article" else 1  # gathers a step
     gathers = bench.slowest(statistics.median(bench.timed(lambda i: _gathers(module), a.steps, a.warmup))) if rounds == 2 else 0.0
     total = alone + gathers
-    told = (f"NCCL, {ctas} SMs" if ctas else "NCCL") if by.isdigit() else by
+    told = ("NCCL" if name == "default" else name) + (f", {sms} SMs" if sms else "")
     row = {
         "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, "without exchange ms": bare,
         "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - bare) / total),
@@ -400,24 +409,29 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", timeout=timedelta(seconds=45))
     bench = Bench(args)
-    data: dict[str, Any] = {"environment": {}, "correctness": check_simulators(bench), "steps": [], "overlap": [], "failed": []}
+    chosen = {f"{name}{', ids ahead' if ahead else ''}": (options, ahead) for ahead in (True, False) for name, options in GEM.items()}
+    chosen = {name: mode for name, mode in chosen.items() if any(word in name for word in args.only)}
+    towers = [(n, schedule, by) for n in args.tower for by in (args.by if bench.cuda else ["0"]) for schedule in args.orders]
+    modes = [mode_of(options, ahead) for options, ahead in chosen.values()]
+    modes += [mode_of({"schedule": schedule, "collective": back_end(by)[0]}) for _, schedule, by in towers]
+    data: dict[str, Any] = {
+        "environment": {}, "correctness": check_simulators(bench, dict.fromkeys(modes)), "steps": [], "overlap": [], "failed": []
+    }  # fmt: skip
     builds: dict[str, Callable[[], Any]] = {}
     peers_too = bench.cuda and not args.skip_peers
     if peers_too:
         builds[BASE] = partial(bench.peer_step, BASE)
-    for ahead in (True, False):
-        for name, options in GEM.items():
-            if wrong(data["correctness"], options):
-                data["failed"].append({"strategy": name, "error": "wrong on small tables, not timed"})
-            else:
-                builds[f"{name}{', ids ahead' if ahead else ''}"] = partial(bench.gem_step, options, ahead)
+    for name, (options, ahead) in chosen.items():
+        if wrong(data["correctness"], mode_of(options, ahead)):
+            data["failed"].append({"strategy": name, "error": "wrong on small tables, not timed"})
+        else:
+            builds[name] = partial(bench.gem_step, options, ahead)
     if peers_too:
-        builds |= {name: partial(bench.peer_step, name) for name in PEERS if name != BASE}
-    builds = {name: build for name, build in builds.items() if any(word in name for word in args.only)}
+        builds |= {name: partial(bench.peer_step, name) for name in PEERS if name != BASE and any(word in name for word in args.only)}
     found: dict[str, list[dict[str, Any]]] = {}
     timed(bench, data, found, builds)
-    for layers, schedule, by in product(args.tower, ("torchrec", "article"), args.by if bench.cuda else ["0"]):
-        if wrong(data["correctness"], {"schedule": schedule}) or not bench.time_left():
+    for layers, schedule, by in towers:
+        if wrong(data["correctness"], mode_of({"schedule": schedule, "collective": back_end(by)[0]})) or not bench.time_left():
             continue
         try:
             data["overlap"].append(overlap(bench, schedule, layers, by))

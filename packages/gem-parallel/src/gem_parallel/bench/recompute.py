@@ -4,7 +4,8 @@
 
 Every set of regions (attention, feed-forward, pooling, ...) is recomputed in all layers at once: the uniform budgets, and at the same time
 the profile: what a set saves and costs a layer. A knapsack then picks a set for every layer so that the step is as fast as possible within
-the memory of each uniform budget, and between them. All are measured in turn, in ``--rounds`` rounds.
+the memory of each uniform budget that no other one beats, and between them. All are measured in turn, in ``--rounds`` rounds. Take a batch
+whose step the device bounds, not the host: what is recomputed is launched again.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any) -> dict[st
         for t, p in (profile[s] for s in sets)
     ]
     least = min(p for _, p in profile.values())
-    peaks = sorted({p for _, p in profile.values()})
+    peaks = sorted({p for t, p in profile.values() if not any(u <= t and q < p for u, q in profile.values())})
     budgets = sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True)
     chosen: dict[float, tuple[tuple[str, ...], ...]] = {}
     for budget in budgets:

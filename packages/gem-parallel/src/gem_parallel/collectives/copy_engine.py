@@ -22,14 +22,13 @@ from torch import Tensor
 from gem_core.errors import RunError
 from gem_core.train.collective import GatherOptions, Source
 from gem_parallel.collectives.members import CudaMembers, HostMembers, Members, Window, timeout_of
+from gem_parallel.collectives.pushed_mean import PushedMean
 
 PIECE = 1 << 20
 """Bytes below which a part is not cut for several lanes."""
 CHUNK = 16 << 20
 """Bytes of a part that travel between hosts at a time."""
 ALIGN = 512
-MEAN_CHUNK = 32 << 20
-"""Bytes of a part that a member sends to another at a time to be averaged."""
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -63,13 +62,18 @@ class CopyEngineGather:
         window.done()
 
     def source(self, size: int) -> Source:
-        return CopyEngineSource(self.members, size)
+        return CopyEngineSource(self.members, size, self.options.ctas)
 
     def mean(self, out: Tensor, whole: Tensor) -> None:
         if self._mean is None:
             # lanes of its own: a gather and a mean may be under way at once
-            self._mean = PushedMean(self._members())
+            self._mean = PushedMean(self._members(), sms=self.options.ctas)
         self._mean(out, whole)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Of device memory that CUDA's allocator does not count."""
+        return self.members.bytes + (0 if self._mean is None else self._mean.members.bytes)
 
     def give_up(self) -> None:
         """See `Members.give_up`."""
@@ -81,10 +85,10 @@ class CopyEngineGather:
 
 
 class CopyEngineSource:
-    """Memory that the members of one host pull from."""
+    """Memory that the members of one host pull from. A member's own part is copied by at most ``sms`` SMs, beside what the lanes pull."""
 
-    def __init__(self, members: Members, size: int) -> None:
-        self.members, self.window = members, members.window(size)
+    def __init__(self, members: Members, size: int, sms: int = 16) -> None:
+        self.members, self.window, self.sms = members, members.window(size), sms
         self.memory = self.window.memory
         self.memory.zero_()
 
@@ -103,66 +107,9 @@ class CopyEngineSource:
             wanted += [(p, whole[p * part : (p + 1) * part], at) for p in window.others()]
         pull(self.members, window, wanted)
         for target, stored in own:
-            target.copy_(stored, non_blocking=True)
+            self.members.copy(stored, target, self.sms)
         self.members.join()
         window.done()
-
-
-class PushedMean:
-    """Reduce-scatter of a mean over the members of one host: each member copies the others' parts into their memory, chunk by chunk, and
-    adds up what it has got. Two chunks are under way at once; only the sums need SMs."""
-
-    def __init__(self, members: Members, chunk: int = MEAN_CHUNK) -> None:
-        self.members, self.chunk = members, chunk // 4
-        self.window = members.window(2 * members.size * chunk)
-        self.pieces = max(1, members.lanes // max(1, members.size - 1))
-
-    def __call__(self, out: Tensor, whole: Tensor) -> None:
-        window, rank, n = self.window, self.members.rank, out.numel()
-        flat_out, parts = out.view(-1), whole.view(self.members.size, n)
-        chunks = [(a, min(n, a + self.chunk)) for a in range(0, n, self.chunk)]
-        self.members.fork()
-        sent: list[int] = []
-        for i, (a, b) in enumerate(chunks):
-            window.publish()  # the half of this chunk is free: the sums of the last one in it are behind the caller
-            sent.append(window.published)
-            for j, peer in enumerate(window.others()):
-                self._push(peer, j, i % 2, parts[peer, a:b], window.published)
-            if i:
-                self._add(flat_out, parts[rank], chunks[i - 1], (i - 1) % 2, sent[i - 1])
-        if chunks:
-            self._add(flat_out, parts[rank], chunks[-1], (len(chunks) - 1) % 2, sent[-1])
-        self.members.join()
-
-    def _slot(self, memory: Tensor, half: int, sender: int) -> Tensor:
-        at = (half * self.members.size + sender) * self.chunk
-        return memory.view(torch.float32)[at : at + self.chunk]
-
-    def _push(self, peer: int, place: int, half: int, data: Tensor, count: int) -> None:
-        step = -(-data.numel() // self.pieces)
-        target = self._slot(self.window.peers[peer], half, self.members.rank)
-        for k in range(self.pieces):
-            a, b = min(k * step, data.numel()), min((k + 1) * step, data.numel())
-            self.members.run((place * self.pieces + k) % self.members.lanes, partial(self._send, peer, k, target[a:b], data[a:b], count))
-
-    def _send(self, peer: int, piece: int, target: Tensor, data: Tensor, count: int) -> None:
-        self.window.ready(peer, count)
-        if data.numel():
-            target.copy_(data, non_blocking=True)
-        self.window.arrive(peer, piece, count)
-
-    def _add(self, out: Tensor, own: Tensor, chunk: tuple[int, int], half: int, count: int) -> None:
-        window, (a, b) = self.window, chunk
-        total = own[a:b]
-        for peer in window.others():
-            for k in range(self.pieces):
-                window.arrived(peer, k, count)
-            sent = self._slot(window.memory, half, peer)[: b - a]
-            if self.members.size == 2:
-                torch.lerp(total, sent, 0.5, out=out[a:b])  # in one pass over memory
-                return
-            total = torch.add(total, sent, out=out[a:b])
-        out[a:b].mul_(1.0 / self.members.size)
 
 
 class HierarchicalGather(CopyEngineGather):

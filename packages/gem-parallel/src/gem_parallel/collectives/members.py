@@ -114,6 +114,15 @@ class Members(ABC):
     def join(self) -> None:
         """The caller goes on after what the lanes hold."""
 
+    def copy(self, source: Tensor, target: Tensor, sms: int) -> None:
+        """Bytes from one place of this process's memory to another, in the caller's order."""
+        target.copy_(source)
+
+    def mean(self, own: Tensor, sent: Tensor, peers: int, stride: int, out: Tensor, sms: int) -> None:
+        """``out [n]``: the mean of ``own [n]`` and the ``peers`` parts ``sent[i * stride : i * stride + n]``, in the caller's order."""
+        n = own.numel()
+        torch.mul(torch.stack([own, *(sent[i * stride : i * stride + n] for i in range(peers))]).sum(0), 1.0 / (peers + 1), out=out)
+
     @abstractmethod
     def give_up(self) -> None:
         """Let go on what waits for flags that do not come; results are worthless from now on."""
@@ -149,6 +158,15 @@ class CudaMembers(Members):
         for stream in self._streams:
             current.wait_stream(stream)
 
+    def copy(self, source: Tensor, target: Tensor, sms: int) -> None:
+        if source.numel() % 4:
+            target.copy_(source)
+        elif source.numel():
+            few_sms().copy(source, target, sms)
+
+    def mean(self, own: Tensor, sent: Tensor, peers: int, stride: int, out: Tensor, sms: int) -> None:
+        few_sms().mean(own, sent, peers, stride, out, sms)
+
     def give_up(self) -> None:
         beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(beside):
@@ -156,6 +174,20 @@ class CudaMembers(Members):
                 if isinstance(window, _CudaWindow) and window.head is not None:
                     window.head.fill_(0x7F)  # every flag above any count
         beside.synchronize()
+
+
+def few_sms() -> Any:
+    """The kernels that copy and add with few SMs.
+
+    :raises DeviceError: Triton, which builds of torch for CUDA bring along, is not there.
+    """
+    try:
+        from gem_parallel.collectives import few_sms as kernels
+    except ImportError as fault:
+        raise DeviceError(
+            f"copies beside products need Triton, which cannot be imported: {fault}", fix='install triton, or use collective = "default"'
+        ) from fault
+    return kernels
 
 
 class _CudaWindow(Window):

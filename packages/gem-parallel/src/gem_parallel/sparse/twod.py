@@ -140,7 +140,8 @@ class Tables2d(nn.Module):
 
     def _gatherer(self) -> Gatherer:
         group, device = self.axes.gather.group, self.axes.device
-        options = GatherOptions(device, topology(group, device, self.config.per_host), slots=2, ctas=self.config.ctas or 8)
+        ctas = self.config.ctas or (16 if self.config.collective == "copy-engine" else 8)
+        options = GatherOptions(device, topology(group, device, self.config.per_host), slots=2, ctas=ctas)
         made, self.gathered_by = gatherer(self.config.collective, group, options)
         return made
 
@@ -355,8 +356,8 @@ class Tables2d(nn.Module):
     @property
     def outside_bytes(self) -> int:
         """Bytes of device memory that CUDA's allocator does not count: what replicas read of each other by copies."""
-        members = {id(m): m for u in self.whole_units for m in (getattr(u.gatherer, "members", None),) if m is not None}
-        return sum(m.bytes for m in members.values())
+        gatherers = {id(u.gatherer): u.gatherer for u in self.whole_units}
+        return sum(getattr(g, "outside_bytes", 0) for g in gatherers.values())
 
     def describe(self) -> list[str]:
         """Plan, bytes a rank, and what overlaps what."""

@@ -1,0 +1,53 @@
+"""The kernels that copy and add with few SMs: interpreted on a CPU, real on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        """numpy refuses int() of the arrays of one element that Triton 3.6 takes for loop bounds."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("n", [1, 7, 16384, 40_000, 100_003])
+@pytest.mark.parametrize("peers", [1, 3])
+def test_means(n, peers):
+    from gem_parallel.collectives import few_sms
+
+    stride, g = -(-n // 16) * 16 + 16, torch.Generator().manual_seed(n)
+    own, sent = torch.randn(n, generator=g), torch.randn(peers * stride, generator=g)
+    out = torch.full((n + 4,), float("nan")).to(DEVICE)
+    few_sms.mean(own.to(DEVICE), sent.to(DEVICE), peers, stride, out[:n], sms=3)
+    want = torch.stack([own, *(sent[i * stride : i * stride + n] for i in range(peers))]).mean(0)
+    torch.testing.assert_close(out[:n].cpu(), want, rtol=1e-6, atol=1e-6)
+    assert out[n:].isnan().all()
+
+
+@pytest.mark.parametrize("n", [4, 28, 65536, 400_012])
+def test_copies(n):
+    from gem_parallel.collectives import few_sms
+
+    source = torch.randint(0, 256, (n,), dtype=torch.uint8).to(DEVICE)
+    target = torch.zeros(n + 4, dtype=torch.uint8).to(DEVICE)
+    few_sms.copy(source, target[:n], sms=3)
+    assert torch.equal(source, target[:n])
+    assert not target[n:].any()

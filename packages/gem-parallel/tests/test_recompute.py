@@ -258,7 +258,7 @@ class Costs:
 
 
 def test_what_is_chosen_by_return_is_never_worse_than_a_uniform_budget() -> None:
-    found = bench.run(Costs(), 1, 0, 1, lambda line: None)  # type: ignore[arg-type]
+    (found,) = bench.run(Costs(), 1, 0, 1, lambda line: None)  # type: ignore[arg-type]
     assert found["gradients"] == [{"parameters": "same", "off when repeated": 0.0, "off recomputed": 0.0}]
     assert len(found["uniform"]) == 8
     for row in found["uniform"]:

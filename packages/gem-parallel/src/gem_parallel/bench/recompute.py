@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -34,6 +36,9 @@ from gem_parallel.bench.report import table
 from gem_parallel.plan.activations import regions
 from gem_parallel.plan.budget import choose
 from gem_parallel.recompute import recompute
+
+Picks = tuple[tuple[str, ...], ...]
+"""The regions that each layer recomputes."""
 
 
 class Bench:
@@ -90,8 +95,9 @@ def modules_of(layers: Sequence[nn.Module], picks: Sequence[Sequence[str]]) -> l
     return found
 
 
-def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any) -> dict[str, Any]:
-    """Rows ``uniform`` and ``chosen``; see the module's text."""
+def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any, until: float = float("inf")) -> Iterator[dict[str, Any]]:
+    """Rows ``uniform`` and ``chosen`` after every round; see the module's text. ``until``: when no further measurement is begun, on
+    `time.monotonic`."""
     stack: Any = bench.parts.model.layers
     layers = list(stack)
     parts = sorted({part for layer in layers for part in regions(layer)})
@@ -107,12 +113,14 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any) -> dict[st
     say(f"gradients: {off['repeated']:.2e} off when nothing changes, {off['recomputed']:.2e} with all regions recomputed")
     del plain, again
 
-    rows: dict[tuple[tuple[str, ...], ...], list[tuple[float, int]]] = {}
+    rows: dict[Picks, list[tuple[float, int]]] = {}
 
-    def measured(picks: tuple[tuple[str, ...], ...]) -> tuple[float, int]:
+    def measured(picks: Picks) -> tuple[float, int]:
         bench.apply(modules_of(layers, picks))
         rows.setdefault(picks, []).append(bench.measure(steps, warmup))
-        return rows[picks][-1]
+        ms, size = rows[picks][-1]
+        say(f"{_told(parts, picks)}: {ms:.1f} ms, {size / 2**30:.2f} GiB")
+        return ms, size
 
     uniform = {some: (some,) * len(layers) for some in sets}
     profile = {some: measured(picks) for some, picks in uniform.items()}
@@ -125,20 +133,36 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any) -> dict[st
     least = min(p for _, p in profile.values())
     peaks = sorted({p for t, p in profile.values() if not any(u <= t and q < p for u, q in profile.values())})
     budgets = sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True)
-    chosen: dict[float, tuple[tuple[str, ...], ...]] = {}
+    chosen: dict[float, Picks] = {}
     for budget in budgets:
         found_picks = choose([options] * len(layers), budget - least + 1.0)
         if found_picks is not None:
             chosen[budget] = tuple(sets[i] for i in found_picks)
     for _ in range(rounds):
         for picks in dict.fromkeys([*chosen.values(), *uniform.values()]):
-            measured(picks)
+            if picks not in rows or time.monotonic() < until:
+                measured(picks)
+        yield _report(rows, parts, uniform, chosen, off, same)
 
-    def row(kind: str, picks: tuple[tuple[str, ...], ...], **more: Any) -> dict[str, Any]:
+
+def _told(parts: Sequence[str], picks: Picks) -> str:
+    names = {part: sum(part in some for some in picks) for part in parts}
+    return ", ".join(f"{part} x {n}" for part, n in names.items() if n) or "nothing"
+
+
+def _report(
+    rows: Mapping[Picks, Sequence[tuple[float, int]]],
+    parts: Sequence[str],
+    uniform: Mapping[tuple[str, ...], Picks],
+    chosen: Mapping[float, Picks],
+    off: Mapping[str, float],
+    same: bool,
+) -> dict[str, Any]:
+
+    def row(kind: str, picks: Picks, **more: Any) -> dict[str, Any]:
         times, memory = zip(*rows[picks][1:] if len(rows[picks]) > 1 else rows[picks])
-        names = {part: sum(part in some for some in picks) for part in parts}
-        what = ", ".join(f"{part} x {n}" for part, n in names.items() if n) or "nothing"
-        return {"budget": kind, "recomputed": what, "step ms": median(times), "peak GiB": max(memory) / 2**30, **more}
+        told = {"budget": kind, "recomputed": _told(parts, picks), "step ms": median(times), "peak GiB": max(memory) / 2**30}
+        return {**told, "rounds": len(times), **more}
 
     found = {
         "gradients": [
@@ -165,8 +189,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing is measured again")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
+    began = time.monotonic()
     resolved = resolve(load_config(args.config, args.overrides))
     config = resolved.config
     with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
@@ -178,13 +204,15 @@ def main() -> None:
             batches.append(Fed(batch, batch.to(rt.device), float(batch_total(batch)), batch.tokens, None, {}))
         bench = Bench(parts, config, rt, batches)
         bench.measure(1, 2)
-        found = run(bench, args.steps, args.warmup, args.rounds, lambda line: print(line, flush=True))
-        where = environment(rt.device)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "recompute.json").write_text(json.dumps({"environment": where, **found}, indent=1) + "\n")
-    text = "\n\n".join(f"## {name}\n\n{table(rows)}" for name, rows in found.items())
-    (args.out / "recompute.md").write_text(f"# recompute\n\n{where.get('device')}; {where.get('versions')}\n\n{text}\n")
-    print(text)
+        args.out.mkdir(parents=True, exist_ok=True)
+        until = began + args.budget
+        for found in run(bench, args.steps, args.warmup, args.rounds, lambda line: print(line, flush=True), until):
+            where = {"command": " ".join(["python -m gem_parallel.bench.recompute", *sys.argv[1:]]), **environment(rt.device)}
+            (args.out / "recompute.json").write_text(json.dumps({"environment": where, **found}, indent=1) + "\n")
+            text = "\n\n".join(f"## {name}\n\n{table(rows)}" for name, rows in found.items())
+            head = f"{where.get('device')}; {where.get('versions')}\n\n`{where['command']}`"
+            (args.out / "recompute.md").write_text(f"# recompute\n\n{head}\n\n{text}\n")
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ what the others are tested against. ``torch`` is cuBLAS through ``torch._scaled_
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 
@@ -225,7 +226,49 @@ def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
     rows = a.shape[0]
     if isinstance(a, FP8) and a.block == (1, 128) and rows % ROWS:
         a = FP8(with_spare_rows(a.data), F.pad(a.scales, (0, 0, 0, -rows % ROWS), value=1.0), a.elem, a.block)
-    return _aligned_scaled_mm(a, b, out_dtype)[:rows]
+    parts = _parts(a, b) if isinstance(a, FP8) and isinstance(b, FP8) else 1
+    made = _aligned_scaled_mm(a, b, out_dtype) if parts == 1 else _in_parts(a, b, parts).to(out_dtype)  # type: ignore[arg-type]
+    return made[:rows]
+
+
+PARTS = 4
+"""At most so many parts of K, of at least `LONG` blocks each, are multiplied beside each other."""
+
+LONG = 64
+
+
+def _parts(a: FP8, b: FP8) -> int:
+    """How many products of parts of K fill the GPU where one does not: cuBLAS splits K of wgrad in bf16 and not of blockwise FP8."""
+    if a.block != (1, 128) or b.block != (128, 128):
+        return 1
+    tiles = -(-a.shape[0] // 128) * -(-b.shape[0] // 128)
+    return max(1, min(PARTS, kernels.multiprocessors(a.data.device) // tiles, a.scales.shape[1] // LONG))
+
+
+def _in_parts(a: FP8, b: FP8, parts: int) -> Tensor:
+    """``[M, N]`` fp32. What streams beside the current one compute is there when it is."""
+    blocks = a.scales.shape[1]
+    wide = -(-blocks // (4 * parts)) * 4
+    cuts = [slice(i * wide, min((i + 1) * wide, blocks)) for i in range(parts)]
+    strips = a.scales.t().contiguous().t()
+    squares = [_rows_of_four(b.scales[:, cut]) for cut in cuts]
+    out = torch.empty(parts, a.shape[0], b.shape[0], dtype=torch.float32, device=a.data.device)
+    main = torch.cuda.current_stream(a.data.device)
+    sides = [_side_stream(a.data.device, i) for i in range(parts - 1)]
+    for side in sides:
+        side.wait_stream(main)
+    for stream, cut, square, part in zip([*sides, main], cuts, squares, out):
+        k = slice(cut.start * 128, cut.stop * 128)
+        with torch.cuda.stream(stream):
+            _blockwise(a.data[:, k], b.data[:, k].t(), strips[:, cut], square, part)
+    for side in sides:
+        main.wait_stream(side)
+    return out.sum(0)
+
+
+@functools.lru_cache(maxsize=64)
+def _side_stream(device: torch.device, index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def with_spare_rows(data: Tensor) -> Tensor:
@@ -239,7 +282,7 @@ def with_spare_rows(data: Tensor) -> Tensor:
 
 
 def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
-    left, right = a.data.contiguous(), b.data.contiguous().t()
+    left, right = _k_innermost(a.data), _k_innermost(b.data).t()
     if isinstance(a, MX):
         scale_a = swizzle_scales(strip_scales(a)).view(torch.float8_e8m0fnu)
         scale_b = swizzle_scales(strip_scales(b)).view(torch.float8_e8m0fnu)
@@ -255,11 +298,26 @@ def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Te
     return torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=kernel_dtype).to(out_dtype)
 
 
-def _blockwise_padded(left: Tensor, right: Tensor, strips: Tensor, squares: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """cuBLAS reads the scales of squares in rows of a multiple of four; `torch._scaled_mm` refuses rows that are padded to that."""
-    from torch.nn.functional import ScalingType, scaled_mm
+def _k_innermost(data: Tensor) -> Tensor:
+    return data if data.stride(1) == 1 else data.contiguous()
 
-    padded = F.pad(squares, (0, -squares.shape[1] % 4)).t()
-    return scaled_mm(
-        left, right, strips, ScalingType.BlockWise1x128, padded, ScalingType.BlockWise128x128, output_dtype=out_dtype
+
+def _blockwise_padded(left: Tensor, right: Tensor, strips: Tensor, squares: Tensor, out_dtype: torch.dtype) -> Tensor:
+    out = torch.empty(left.shape[0], right.shape[1], dtype=out_dtype, device=left.device)
+    return _blockwise(left, right, strips, _rows_of_four(squares), out)
+
+
+def _rows_of_four(squares: Tensor) -> Tensor:
+    """``[N/128, K/128]`` as ``[K/128, N/128]``, K innermost and up to a multiple of four: cuBLAS reads them so, and `torch._scaled_mm`
+    refuses rows that are padded to that."""
+    return F.pad(squares, (0, -squares.shape[1] % 4)).contiguous().t()
+
+
+def _blockwise(left: Tensor, right: Tensor, strips: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+    """``left [M, K] @ right [K, N]`` into ``out``; scales ``strips [M, K/128]``, ``squares [K/128, N/128]``, see `_rows_of_four`."""
+    from torch.nn.functional import ScalingType
+
+    return torch.ops.aten._scaled_mm_v2.out(
+        left, right, [strips], [ScalingType.BlockWise1x128.value], [], [squares], [ScalingType.BlockWise128x128.value], [], None, out.dtype,
+        out=out,
     )  # fmt: skip

@@ -34,6 +34,11 @@ def lays_out_by_hand(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9) and importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
+@functools.lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def usable(x: torch.Tensor) -> bool:
     """Whether the quantise kernels take this tensor: a CUDA matrix of a dtype they load, and triton is there."""
     return x.is_cuda and x.dim() == 2 and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_installed()

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 
 import torch
@@ -57,6 +58,7 @@ def calls(wanted: list[str], impls: list[str]) -> Iterator[tuple[KernelSpec, str
 
 
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="*", default=[])
     parser.add_argument("--impls", nargs="*", default=[])
@@ -64,13 +66,15 @@ def main() -> None:
     given = parser.parse_args()
     part, parts = (int(n) for n in given.part.split("/"))
     plugins.manager()
+    torch.zeros(1, device="cuda")
+    print(f"{time.monotonic() - began:.1f} s: ready", flush=True)
     ran = 0
     for i, (spec, name, call) in enumerate(calls(given.ops, given.impls)):
         if i % parts == part - 1:
             with dispatch.offering(spec):
                 run(call, spec.op, spec.name)
             torch.cuda.synchronize()
-            print(f"{spec.op} {spec.name}: {name}", flush=True)
+            print(f"{time.monotonic() - began:.1f} s: {spec.op} {spec.name}: {name}", flush=True)
             ran += 1
     print(f"{ran} calls, forward and backward")
 

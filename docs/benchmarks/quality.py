@@ -2,7 +2,8 @@
 
     python docs/benchmarks/quality.py popneg         --data ../shared/data/ml-1m-popneg --out docs/benchmarks
     python docs/benchmarks/quality.py popneg-lengths --data ../shared/data/ml-1m-popneg --out docs/benchmarks
-    python docs/benchmarks/quality.py ctr            --data ../shared/data/ml-1m-ctr    --out docs/benchmarks
+    python docs/benchmarks/quality.py ctr            --data ../shared/data/ml-1m-ctr    --out docs/benchmarks \
+        --peer "FuxiCTR DCNv2, pooled history=runs/peer/dcnv2-*.csv"        # predictions that ctr_peer.py made
     python docs/benchmarks/quality.py planted --out docs/benchmarks
 
 Models are chosen on the validation split (`restore_best`); the test split is read once, at the end. ``--jobs`` runs that many trainings
@@ -60,7 +61,7 @@ PEERS: dict[str, dict[str, list[float]]] = {
     },
 }
 """Test AUC of others on the same files, a number a seed: measured with embeddings of 32, Adam 1e-3, at most 50 events; their predictions
-are not at hand, so they carry no paired interval."""
+are not at hand, so they carry no paired interval, which `--peer` gives."""
 BOOTSTRAP = 2000
 PREDICTED = "test.csv"
 PREDICTING = Lock()
@@ -74,6 +75,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--models", help="comma-separated subset")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="KEY=VALUE for every training")
+    parser.add_argument(
+        "--peer", action="append", default=[], help="NAME=FILES: others' predictions of the test split, CSV of p, label, user"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs/quality"), help="folder of the run folders")
     parser.add_argument("--out", type=Path, required=True)
@@ -84,7 +88,7 @@ def main() -> None:
     jobs = [(name, int(seed), [*variants[name], *overrides]) for seed in args.seeds.split(",") for name in variants]
     with ThreadPoolExecutor(args.jobs) as pool:
         folders = dict(zip([(n, s) for n, s, _ in jobs], pool.map(lambda at: train(args, at[0], *at[1]), enumerate(jobs))))
-    report(args, variants, {key: predicted(folder) for key, folder in folders.items()}, folders)
+    report(args, variants, {key: predicted(folder / PREDICTED) for key, folder in folders.items()}, folders)
 
 
 def train(args: argparse.Namespace, index: int, name: str, seed: int, words: list[str]) -> Path:
@@ -127,10 +131,19 @@ def predict(folder: Path) -> dict[str, np.ndarray]:
     return {key: np.concatenate(parts) for key, parts in columns.items()}
 
 
-def predicted(folder: Path) -> dict[str, np.ndarray]:
-    """What `predict` gave for the run in ``folder``."""
-    names = (folder / PREDICTED).read_text().split("\n", 1)[0].split(",")
-    return dict(zip(names, np.loadtxt(folder / PREDICTED, delimiter=",", skiprows=1).T))
+def predicted(path: Path) -> dict[str, np.ndarray]:
+    """Columns of the predictions in ``path``."""
+    names = path.read_text().split("\n", 1)[0].split(",")
+    return dict(zip(names, np.loadtxt(path, delimiter=",", skiprows=1).T))
+
+
+def peer_predictions(given: str, like: dict[str, np.ndarray]) -> tuple[str, list[dict[str, np.ndarray]]]:
+    """Name and predictions, one a file, of a ``--peer``; they must be of the samples of ``like``, in their order."""
+    name, _, files = given.rpartition("=")
+    found = [predicted(path) for path in sorted(Path(files).parent.glob(Path(files).name))]
+    if not found or not all(np.array_equal(one[key], like[key]) for one in found for key in ("label", "user")):
+        raise SystemExit(f"{files}: no predictions, or not of the test split in its order")
+    return name, found
 
 
 def auc(label: np.ndarray, score: np.ndarray, weight: np.ndarray | None = None) -> float:
@@ -233,6 +246,9 @@ def report(args: argparse.Namespace, variants: dict[str, list[str]], predictions
     if args.suite == "ctr":
         scores["item mean + user mean"] = [item_and_user_means(args.data)]
         rows["item mean + user mean"] = {"auc": [auc(first["label"], scores["item mean + user mean"][0])]}
+    for given in args.peer:
+        name, found = peer_predictions(given, first)
+        scores[name], rows[name] = [one["p"] for one in found], _row(found)
     if args.suite == "planted":
         rows["logistic regression, no history"] = _row([logistic_regression()])
     else:

@@ -34,8 +34,10 @@ LABELLED = {
 PRECISION = {"popneg": "ml-1m-popneg, test split", "planted": "planted log", "ctr": "ml-1m-ctr, test split"}
 
 
-INTRODUCTION = """Mean over the seeds (lowest-highest); for one seed, ± the standard error over users where there is one. Numbers in italics
-are those of others, published for the same protocol or measured on the same files; nothing of them was made here."""
+INTRODUCTION = (
+    "Mean over the seeds (lowest-highest); for one seed, ± the standard error over users. Numbers of others in italics were published "
+    "with the same protocol or measured on the same files; they were not made here."
+)
 
 
 class Runs:
@@ -58,12 +60,7 @@ def main() -> None:
 
 def page(folder: Path) -> str:
     """The Markdown, from the JSON files in ``folder``; sets without a file are left out."""
-    runs, lines = Runs(), ["# Quality: all models on all sets", ""]
-    lines += [
-        "Mean over the seeds (lowest-highest); for one seed, ± the standard error over users. Numbers of others in italics were published",
-        "",
-    ]
-    lines[-2] += " with the same protocol or measured on the same files; they were not made here."
+    runs, lines = Runs(), ["# Quality: all models on all sets", "", INTRODUCTION, ""]
     for name, title, note in HISTORY:
         if (found := _read(folder / f"retrieval-{name}.json")) is not None:
             lines += [f"## {title}", "", note, "", *_ranked(found, runs), ""]

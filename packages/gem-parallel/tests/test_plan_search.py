@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,32 @@ def test_gathers_by_the_copy_engine_leave_computation_alone() -> None:
     assert quiet.dense.degrees() == kernels.dense.degrees()
     assert quiet.breakdown.get("contention", 0.0) < kernels.breakdown["contention"]
     assert quiet.seconds < kernels.seconds
+
+
+def test_a_step_takes_no_less_than_its_launches() -> None:
+    """The host runs beside everything else: it counts only where it is the slowest, and not at all for a captured step."""
+    work = workload(layers=4, tables=TABLES)
+    work = replace(work, units=tuple(replace(u, launches=300.0) for u in work.units))
+    place = cluster((8, 300, 1, 1))
+    free = Space.build(work, place, 4)
+    dense, sparse = next(d for d in free.dense if d.spread == 4), free.sparse[0]
+    plain = free.estimate(dense, sparse)
+    collectives = sum(op.cost is not None for op in plain.ops)
+
+    def at(launch_us: float, host_us: float, captured: bool = False) -> Estimate:
+        gpu = place.gpu.model_copy(update={"launch_us": launch_us})
+        more = place.collectives.model_copy(update={"host_us": host_us})
+        slow = place.model_copy(update={"gpu": gpu, "collectives": more})
+        return Space.build(replace(work, captured=captured), slow, 4).estimate(dense, sparse)
+
+    hidden = plain.seconds * 0.9 / (300 * 6) * 1e6
+    assert at(hidden, 0.0).seconds == plain.seconds
+    bound = at(100.0, 2000.0)
+    assert bound.seconds == pytest.approx(300 * 6 * 100e-6 + collectives * 2000e-6)
+    assert bound.seconds > plain.seconds
+    assert sum(bound.breakdown.values()) == pytest.approx(bound.seconds)
+    assert bound.breakdown["launches"] == pytest.approx(bound.seconds - plain.seconds)
+    assert at(100.0, 2000.0, captured=True).seconds == plain.seconds
 
 
 def test_placement_follows_from_costs() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from gem_core.config import config_from_dict, resolve, source_features
 from gem_core.errors import ConfigError
@@ -16,6 +17,7 @@ from gem_core.model.gem import Gem
 from gem_core.plugins import manager
 from gem_core.testing.models import random_batch
 from gem_core.train.contract import RecipeContext
+from gem_parallel.plan.activations import _Launches
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.command import configuration, workload_of
 from gem_parallel.plan.program import compute_times, typical
@@ -98,6 +100,28 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(recipe: str) -> None:
     real = sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in parameters)
     ours = sum(u.saved.bytes(batch, batch * length) + u.saved.fixed for u in work.units)
     assert ours == pytest.approx(real, rel=0.03)
+
+
+def test_launches_are_those_of_real_passes() -> None:
+    config = config_from_dict(TINY)
+    resolved, features = resolve(config), source_features(config)
+    pool, ids = sample(resolved.config, resolved, features, 64)
+    work = measure("tiny", resolved, features, pool, ids)
+    model = Gem(GemConfig.model_validate(presets.preset("tiny")), features)
+    batch, counter = random_batch(features, 48, lengths=[30] * 48), _Launches()
+    hook = model.tables.register_forward_pre_hook(lambda *_: counter.place.__setitem__(1, "tables"))
+    after = model.tables.register_forward_hook(lambda *_: counter.place.__setitem__(1, ""))
+    with counter:
+        results = model(batch)
+        counter.place[:] = ["backward", ""]
+        torch.autograd.backward([t.sum() for t in tree_leaves(vars(results)) if isinstance(t, torch.Tensor) and t.requires_grad])
+    hook.remove()
+    after.remove()
+    forward, tables, backward = (counter.counts[at] for at in (("front", ""), ("front", "tables"), ("backward", "")))
+    assert backward > forward
+    # layers of one kind are counted once and stand for all, so that shares of the backward pass are not exactly those of the real one
+    assert work.launches == pytest.approx(forward * (1 + backward / (forward + tables)), rel=0.05)
+    assert work.units[1].launches > work.units[-1].launches > 0
 
 
 def test_layers_that_differ_are_measured_apart() -> None:

@@ -107,7 +107,8 @@ def levels(workload: Workload, cluster: Cluster, times: tuple[UnitTimes, ...], r
         for unit, time, group, pick in zip(workload.units, times, groups, picks):
             choice = unit.choices[pick - 1] if pick else None
             kept = choice.saved if choice else unit.saved
-            units.append(replace(unit, saved=kept, restored=unit.saved - kept, again=choice.parts if choice else ()))
+            more = {"again": choice.parts, "launches": unit.launches + choice.launches} if choice else {}
+            units.append(replace(unit, saved=kept, restored=unit.saved - kept, **more))
             slower.append(replace(time, backward=time.backward + group[pick][1]))
             modules += [f"layers.{unit.name.removeprefix('layer ')}.{region}" for region in choice.regions] if choice else []
         level = Level(tuple(modules), replace(workload, units=tuple(units)), tuple(slower))

@@ -62,6 +62,9 @@ class Gpu(FrozenConfig):
     mfu: Mfu
     in_step: float = Field(1.0, gt=0, description="how much faster parts run within a step than alone, where their local MFU is measured")
     overhead_ms: float = Field(0.0, ge=0, description="a step's host time that nothing hides")
+    launch_us: float = Field(
+        0.0, ge=0, description="host time of one operation of the model in a step that is not captured; 0: the host is never waited for"
+    )
     transient: float = Field(0.5, ge=0, description="memory of a layer while its backward runs, over what the layer had saved")
 
     @model_validator(mode="after")
@@ -99,6 +102,7 @@ class Collectives(FrozenConfig):
     """``[collectives]``"""
 
     launch_us: float = Field(20.0, ge=0, description="fixed time of a collective")
+    host_us: float = Field(0.0, ge=0, description="host time of one collective in a step that is not captured, copies around it included")
     message_us: float = Field(1.0, ge=0, description="time of an all-to-all for each further peer")
     slowdown: float = Field(1.0, ge=1, description="factor by which concurrent computation is slowed (1: the collectives use no SM)")
     copy_engine: float | None = Field(

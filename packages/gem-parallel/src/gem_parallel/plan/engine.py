@@ -20,6 +20,8 @@ import numpy as np
 
 from gem_parallel.plan.network import Axes, Cost
 
+HOST = "launches"
+"""The stream of the host, which starts every operation of a step that is not captured as a graph."""
 Times = Any
 """``[ranks]`` float64 in s, or one float."""
 
@@ -28,8 +30,8 @@ Times = Any
 class Op:
     """One operation of the program.
 
-    ``what`` says what it is in a report; ``after`` are indices of earlier operations. ``seconds`` for computation; ``cost`` and the ranks
-    that take part, as the ``axes`` of their group, for a collective; a ``quiet`` one takes no SM.
+    ``what`` says what it is in a report; ``after`` are indices of earlier operations. ``seconds`` for computation and for the host;
+    ``cost`` and the ranks that take part, as the ``axes`` of their group, for a collective; a ``quiet`` one takes no SM.
     """
 
     name: str
@@ -40,6 +42,10 @@ class Op:
     cost: Cost | None = None
     axes: Axes = ()
     quiet: bool = False
+
+    @property
+    def computes(self) -> bool:
+        return self.cost is None and self.stream != HOST
 
 
 @dataclass
@@ -111,6 +117,9 @@ def run(ops: Sequence[Op], *, slowdown: float = 1.0, world: int | None = None) -
         op = ops[chosen]
         heads[op.stream] += 1
         flying = [f for f in flying if _latest(end[f.at], many) > earliest]
+        if op.stream == HOST:
+            start[chosen], end[chosen] = begin, begin + op.seconds
+            continue
         if op.cost is None:
             extra = zero
             if lost:

@@ -1,13 +1,13 @@
 """Predictions beside measured steps: a JSON list with one object a measurement, or a result of `gemrec bench train`.
 
-Each has ``world``, ``step_s`` and, where known, ``peak_memory_bytes``; ``parallel`` is the ``[parallel]`` section it ran with and
-``batch_size`` its samples a GPU, where they differ from the configuration's.
+Each has ``world``, ``step_s`` and, where known, ``peak_memory_bytes``; ``parallel`` is the ``[parallel]`` section it ran with,
+``batch_size`` its samples a GPU and ``capture`` says whether the step was a graph, where they differ from the configuration's.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Measurement(FrozenConfig):
     step_s: float = Field(gt=0, description="median step")
     peak_memory_bytes: float | None = Field(None, gt=0)
     batch_size: int | None = Field(None, gt=0)
+    capture: bool | None = None
     parallel: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -83,6 +84,7 @@ def _of_ladder(row: dict[str, Any]) -> dict[str, Any]:
         "step_s": row["step_ms"] * 1e-3,
         "peak_memory_bytes": row["peak_memory_bytes"],
         "batch_size": row["batch_size"],
+        "capture": "train.capture=true" in row["overrides"],
         "parallel": plain(load_config(None, asked))["parallel"],
     }
 
@@ -121,6 +123,7 @@ def compare(config: Config, workload: Workload, cluster: Cluster, measurements: 
     found = []
     for row in measurements:
         own = workload if row.batch_size is None else workload.with_batch(row.batch_size)
+        own = own if row.capture is None else replace(own, captured=row.capture)
         data = plain(config)
         data["parallel"] = {**({} if row.parallel else data["parallel"]), **row.parallel}
         found.append(Comparison(row, given(config_from_dict(data), own, cluster, row.world)[1]))
@@ -151,8 +154,9 @@ def comparison_table(rows: list[Comparison]) -> Table:
         dense, sparse = row.predicted.dense, row.predicted.sparse
         axes = ", ".join(f"{a} {d}" for a, d in (*dense.degrees().items(), *sparse.degrees().items()) if d > 1)
         peak, error = row.measured.peak_memory_bytes, row.memory_error
+        graph = ", captured" if row.measured.capture else ""
         table.add_row(
-            str(row.measured.world), f"{dense.strategy}, {sparse.strategy}: {axes or 'one GPU'}", f"{row.measured.step_s * 1e3:.1f}",
+            str(row.measured.world), f"{dense.strategy}, {sparse.strategy}: {axes or 'one GPU'}{graph}", f"{row.measured.step_s * 1e3:.1f}",
             f"{row.predicted.seconds * 1e3:.1f}", f"{row.time_error:+.1%}", "-" if peak is None else f"{peak / 1e9:.1f}",
             f"{row.predicted_bytes / 1e9:.1f}", "-" if error is None else f"{error:+.1%}",
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 Streams: ``compute``; ``gather`` and ``reduce`` of the dense part; ``tables`` for the exchange of embeddings; ``replicas`` for what table
 replicas owe one another; ``inputs`` for the ids of the next batch. The order is that of FSDP2 (a layer is gathered while the one before it
-computes; its gradients are reduced while the next computes), of expert parallelism for summed experts, and of the table strategies.
+computes; its gradients are reduced while the next computes), of expert parallelism for summed experts, and of the table strategies. The
+host (``launches``) runs ahead of the GPU from one step into the next, so that a step takes no less time than the host needs for all of its
+operations, in whatever order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from gem_parallel.plan.candidates import COPY_ENGINE, Dense, Sparse
 from gem_parallel.plan.cluster import Cluster
-from gem_parallel.plan.engine import Op, Times
+from gem_parallel.plan.engine import HOST, Op, Times
 from gem_parallel.plan.network import Axes, Cost, Group, Kind, cost
 from gem_parallel.plan.shards import Layout, layout
 from gem_parallel.plan.workload import Lengths, PartWork, Unit, Workload
@@ -98,6 +100,13 @@ class _Builder:
             price = Cost(price.latency, (price.loads[0] / (self.cluster.collectives.copy_engine or 1.0), *price.loads[1:]))
         return self._add(Op(name, what, stream, _known(after), cost=price, axes=axes, quiet=quiet))
 
+    def launches(self, operations: float) -> None:
+        """What the host starts: so many operations, and the collectives of the program."""
+        collectives = sum(op.cost is not None for op in self.ops)
+        seconds = (operations * self.cluster.gpu.launch_us + collectives * self.cluster.collectives.host_us) * 1e-6
+        if seconds:
+            self._add(Op("launches", "launches", HOST, (), seconds))
+
     def _add(self, op: Op) -> int:
         self.ops.append(op)
         return len(self.ops) - 1
@@ -137,6 +146,8 @@ def step(
         tables.backward(last)
     part.finish()
     build.compute("host", "host", cluster.gpu.overhead_ms * 1e-3)
+    if not workload.captured:
+        build.launches(workload.launches)
     return build.ops
 
 

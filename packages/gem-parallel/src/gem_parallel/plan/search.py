@@ -72,7 +72,7 @@ class Estimate:
 
         free = 0.0
         for i, op in enumerate(self.ops):
-            if op.cost is None:
+            if op.computes:
                 if self.trace.start[i] > free:
                     waited(free, self.trace.start[i], max(op.after, key=lambda k: self.trace.end[k]))
                 add(op.what, float(op.seconds))

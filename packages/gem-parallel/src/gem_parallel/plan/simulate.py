@@ -58,7 +58,7 @@ def simulate(
     trace = run(ops, slowdown=cluster.collectives.slowdown, world=world)
     compute = np.zeros(world)
     for op in ops:
-        if op.cost is None:
+        if op.computes:
             compute = compute + op.seconds
     events = np.zeros(world)
     for name, values in lengths.items():

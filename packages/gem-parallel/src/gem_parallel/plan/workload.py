@@ -80,7 +80,7 @@ class Unit:
     """``parameters`` without the experts', ``work`` likewise; ``saved`` is what backward needs of one step's forward, experts included.
 
     ``choices``: sets of regions that could be recomputed instead. ``restored``: what backward makes again before it runs, by the
-    forward of the parts ``again``.
+    forward of the parts ``again``. ``launches``: operations of forward and backward.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Unit:
     choices: tuple[Choice, ...] = ()
     restored: Saved = field(default_factory=Saved)
     again: tuple[str, ...] = ()
+    launches: float = 0.0
 
     @property
     def total_parameters(self) -> int:
@@ -125,7 +126,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Workload:
-    """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a gathered parameter (2 under bf16)."""
+    """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a gathered parameter (2 under bf16).
+    ``captured``: the step is one graph, which the host launches at once."""
 
     name: str
     recipe: str
@@ -135,6 +137,12 @@ class Workload:
     lengths: Lengths
     compute_bytes: int = 2
     cast_parameters: bool = True
+    captured: bool = False
+
+    @property
+    def launches(self) -> float:
+        """Operations of a step that is not captured; those of tables and optimizer left out."""
+        return sum(u.launches for u in self.units)
 
     @property
     def parameters(self) -> int:
@@ -200,7 +208,7 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     recipe = config.precision.recipe
     return Workload(
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
-        compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32",
+        compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32", captured=config.train.capture,
     )  # fmt: skip
 
 
@@ -210,21 +218,21 @@ def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Kept]) -> t
     layers: list[Any] = list(stack) if isinstance(stack, nn.ModuleList) else []
     if not hasattr(model, "heads") or not layers or not all(hasattr(layer, "interaction") for layer in layers):
         count = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
-        return (Unit("model", count, curves(model, lengths), saved["front"].saved),)
+        return (Unit("model", count, curves(model, lengths), saved["front"].saved, launches=saved["front"].launches),)
     with _layers(model, []):
         ends = curves(model, lengths)
     heads = {part: ends.pop(part) for part in ("heads",) if part in ends}
     inside = sum(p.numel() for layer in layers for p in layer.parameters())
     head = sum(p.numel() for n, p in model.named_parameters() if n.startswith("heads."))
     dense = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("tables."))
-    found = [Unit("front", dense - inside - head, ends, saved["front"].saved)]
+    found = [Unit("front", dense - inside - head, ends, saved["front"].saved, launches=saved["front"].launches)]
     known: dict[str, Unit] = {}
     for i, layer in enumerate(layers):
         key = signature(layer)
         if key not in known:
             known[key] = _layer_unit(model, layer, lengths, {**ends, **heads}, saved[key])
         found.append(replace(known[key], name=f"layer {i}"))
-    return (*found, Unit("heads", head, heads, saved["heads"].saved))
+    return (*found, Unit("heads", head, heads, saved["heads"].saved, launches=saved["heads"].launches))
 
 
 def signature(layer: nn.Module) -> str:
@@ -239,7 +247,7 @@ def _layer_unit(model: RankingModel, layer: Any, lengths: Lengths, ends: Mapping
     everything = sum(p.numel() for p in layer.parameters())
     experts = getattr(layer.interaction, "experts", None)
     if not isinstance(experts, nn.ModuleList) or not len(experts):
-        return Unit("", everything, whole, kept.saved, choices=kept.choices)
+        return Unit("", everything, whole, kept.saved, choices=kept.choices, launches=kept.launches)
     with _layers(model, [layer]):
         layer.interaction.experts = nn.ModuleList()
         trunk = _minus(curves(model, lengths), ends)
@@ -249,7 +257,7 @@ def _layer_unit(model: RankingModel, layer: Any, lengths: Lengths, ends: Mapping
     dim = model.config.dim
     elements = (layer.own + layer.pooled) * dim, layer.interaction.tokens * dim
     outside = everything - sum(p.numel() for p in experts.parameters())
-    return Unit("", outside, trunk, kept.saved, Experts(n, one, share, *elements), kept.choices)
+    return Unit("", outside, trunk, kept.saved, Experts(n, one, share, *elements), kept.choices, launches=kept.launches)
 
 
 def curves(model: RankingModel, lengths: Lengths) -> dict[str, PartWork]:

@@ -1,0 +1,67 @@
+"""Captured steps with tables of this package: cut at the look-ups, they train as one process does on the joined batch.
+
+The cut is the same code with and without graphs; here it runs without.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from gem_core.errors import ConfigError
+from gem_core.plugins import manager
+from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
+from gem_core.train import step as train_step
+from gem_core.train.mesh import Mesh
+from gem_parallel.dense.ddp import check_mesh
+
+GEM_2D = {"dense": "ddp", "sparse": "gem-2d"}
+STRATEGIES = {
+    1: {"gem-2d": {"sparse": "gem-2d"}, **({"fbgemm": {"sparse": "fbgemm"}} if find_spec("fbgemm_gpu") else {})},
+    2: {
+        "core": {"dense": "ddp"},
+        "rows over two": {**GEM_2D, "gem-2d": {"sharding": "row"}},
+        "touched rows": {**GEM_2D, "replica": 2, "model": 1, "gem-2d": {"exchange": "touched"}},
+        **({"torchrec": {"dense": "ddp", "sparse": "torchrec"}} if find_spec("torchrec") else {}),
+    },
+}
+SIZES = {1: [[(9,)], [(5,)], [(9,)], [(9,)], [(5,)]], 2: [[(6, 6)], [(9, 2)], [(6, 6)], [(0, 5)], [(6, 6)]]}
+
+
+def captured_ranks(rank, world, task):
+    """`train_rank` for each sparse strategy, its steps cut; a device that records is not asked for."""
+    train_step.check_capture = lambda *_: None
+    found = {}
+    for name, parallel in task["parallel"].items():
+        config = StrategyConformance.config(parallel)
+        config["train"] = {**config["train"], "capture": True}
+        found[name] = train_rank(rank, world, {"config": config, "scenarios": {"s": task["sizes"]}})["s"]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_cut_steps_train_as_one_process_does(world, tmp_path):
+    """Even and uneven ranks and one without samples; losses, gradient norms, parameters, tables and their accumulators."""
+    sizes = SIZES[world]
+    ranks = run_processes(world, captured_ranks, {"parallel": STRATEGIES[world], "sizes": sizes}, tmp_path)
+    joined = [[(sum(parts),) for parts in micro] for micro in sizes]
+    alone = train_rank(0, 1, {"config": StrategyConformance.config({}), "scenarios": {"s": joined}})["s"]
+    for name in STRATEGIES[world]:
+        for rank, found in enumerate(ranks):
+            for step, (got, want) in enumerate(zip(found[name]["losses"], alone["losses"], strict=True)):
+                assert got == pytest.approx(want, rel=1e-5), (name, rank, step)
+            assert found[name]["differs"] == "", name
+        for key, value in alone["state"].items():
+            off = float((ranks[0][name]["state"][key] - value).abs().max())
+            assert off <= 1e-5 * (1 + float(value.abs().max())), (name, key, off)
+
+
+def test_ddp_leaves_averaging_to_captured_steps():
+    """A mesh that asks for more than copies is refused as ever."""
+    spec = manager().find("dense_strategy", "ddp")
+    spec.averages(Mesh(2))
+    with pytest.raises(ConfigError, match="asks to split it"):
+        spec.averages(Mesh(4, 2, 2))
+    assert spec.averages is check_mesh
+    assert manager().find("dense_strategy", "fsdp").averages is None

@@ -1,0 +1,69 @@
+"""Captured steps on GPUs with tables of this package: replayed steps are the steps, on one GPU and on two that record and replay apart."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
+from gem_core.train import captured
+
+STEPS = 20
+FBGEMM = pytest.mark.skipif(find_spec("fbgemm_gpu") is None, reason="FBGEMM is not installed")
+ONE = {"gem-2d": {"sparse": "gem-2d", "gem-2d": {"kernel": "torch"}}, "fbgemm": {"sparse": "fbgemm"}}
+TWO = {
+    "core": {"dense": "ddp"},
+    "rows over two": {"dense": "ddp", "sparse": "gem-2d", "gem-2d": {"kernel": "torch", "sharding": "row"}},
+    "whole copies": {"dense": "ddp", "sparse": "gem-2d", "model": 1, "replica": 2},
+    "touched rows": {"dense": "ddp", "sparse": "gem-2d", "model": 1, "replica": 2, "gem-2d": {"exchange": "touched"}},
+    "torchrec": {"dense": "ddp", "sparse": "torchrec"},
+}
+
+
+def both_ways(rank, world, task):
+    """Losses, gradient norms and state of steps as usual and of captured ones, and how many graphs were recorded."""
+    counted = []
+    real = captured.recorded
+    captured.recorded = lambda *given: (counted.append(1), real(*given))[1]
+    try:
+        found = []
+        for capture in (False, True):
+            config = {**StrategyConformance.config(task["parallel"]), "run": {"device": "cuda", "seed": 5}}
+            config["train"] = {**config["train"], "capture": capture}
+            found.append(train_rank(rank, world, {"config": config, "scenarios": {"s": task["sizes"]}})["s"])
+            assert bool(counted) == capture
+        return {"usual": found[0], "captured": found[1], "graphs": len(counted)}
+    finally:
+        captured.recorded = real
+
+
+def check(ranks):
+    for rank, found in enumerate(ranks):
+        usual, replayed = found["usual"], found["captured"]
+        assert found["graphs"] >= 4, "a graph of the dense part and one of the update, for two rooms"
+        for step, (got, want) in enumerate(zip(replayed["losses"], usual["losses"], strict=True)):
+            assert got == pytest.approx(want, rel=1e-4), (rank, step)
+        assert replayed["differs"] == ""
+        for key, value in usual["state"].items():
+            off = float((replayed["state"][key] - value).abs().max())
+            assert off <= 1e-3 * (1 + float(value.abs().max())), (key, off)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["gem-2d", pytest.param("fbgemm", marks=FBGEMM)])
+def test_replayed_steps_are_the_steps(name):
+    sizes = [[(48 if i % 3 else 20,)] for i in range(STEPS)]
+    check([both_ways(0, 1, {"parallel": ONE[name], "sizes": sizes})])
+
+
+@pytest.mark.multigpu
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FBGEMM if n in ("whole copies", "touched rows", "torchrec") else ()) for n in TWO])
+def test_two_gpus_replay_what_they_compute(name, tmp_path):
+    """Batches of different sizes on the ranks, so that one records while the other replays; one without samples."""
+    sizes = [[((48, 20), (20, 48), (32, 32), (0, 24))[i % 4]] for i in range(STEPS)]
+    check(run_processes(2, both_ways, {"parallel": TWO[name], "sizes": sizes}, tmp_path, backend="cpu:gloo,cuda:nccl"))

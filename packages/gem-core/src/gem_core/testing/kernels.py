@@ -258,7 +258,10 @@ class KernelConformance(Rules):
         checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         # opcheck compares gradients of two runs more closely than atomic additions repeat
         with deterministic():
-            torch.library.opcheck(op, _finite(args), test_utils=checks)
+            if self.spec.supports(self.problem(call)):
+                torch.library.opcheck(op, _finite(args), test_utils=checks)
+                return
+        torch.library.opcheck(op, _finite(args), test_utils=checks[:3])
 
     def test_many_samples(self) -> None:
         """More (sample, head) pairs than a CUDA grid has rows in y."""

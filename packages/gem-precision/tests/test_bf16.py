@@ -91,3 +91,22 @@ def test_training_through_the_configuration(tmp_path):
         assert recipe in header["precision"]["sites"]
     assert losses["bf16"] != losses["fp32"]
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
+
+
+def test_weights_are_cast_together_unless_gradients_must_travel(monkeypatch):
+    """In one process one cast serves all weights outside of ``keep``, with the gradients that single casts give, bit for bit."""
+    x, found = torch.randn(64, 32), []
+    for several in (False, True):
+        monkeypatch.setattr("gem_precision.bf16._several", lambda several=several: several)
+        net, _ = applied(keep=("heads",))
+        y = net(x)
+        y.square().sum().backward()
+        node = y.grad_fn
+        found.append([y.detach(), *(p.grad for p in net.parameters())])
+        names, waiting = set(), [node]
+        while waiting:
+            node = waiting.pop()
+            names.add(node.name())
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        assert ("CastWeightsBackward" in names) != several
+    assert all(torch.equal(a, b) for a, b in zip(*found))

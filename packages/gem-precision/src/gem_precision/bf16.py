@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from gem_core import Guard
 from gem_core.config import FrozenConfig
 from gem_core.errors import ConfigError
+from gem_core.model.casts import cast_once, product_weights
 from gem_core.train.contract import RecipeContext
+
+Places = Sequence[tuple[nn.Module, str]]
 
 
 class Bf16Config(FrozenConfig):
@@ -73,7 +77,10 @@ def apply_bf16(module: nn.Module, config: Bf16Config, context: RecipeContext) ->
             sites.append((name, "bf16", "autocast over fp32 master weights"))
     for name in outermost:
         _wrap(module.get_submodule(name), context.device.type, enabled=False)
-    _wrap(module, context.device.type, enabled=True)
+    apart = [module.get_submodule(name) for name in outermost] + ([tables] if isinstance(tables, nn.Module) else [])
+    _wrap(
+        module, context.device.type, enabled=True, cast=None if context.compile else functools.cache(lambda: product_weights(module, apart))
+    )
     return Bf16Guard(sites)
 
 
@@ -81,7 +88,9 @@ def _inside(name: str, other: str) -> bool:
     return name.startswith(f"{other}.")
 
 
-def _wrap(module: nn.Module, device_type: str, *, enabled: bool) -> None:
+def _wrap(module: nn.Module, device_type: str, *, enabled: bool, cast: Callable[[], Places] | None = None) -> None:
+    """``cast``: the weights to cast together (see `gem_core.model.casts`), asked for when the module is first called: other recipes put
+    linears of their own in their places after this."""
     inner = module.forward
 
     @functools.wraps(inner)
@@ -89,9 +98,15 @@ def _wrap(module: nn.Module, device_type: str, *, enabled: bool) -> None:
         with torch.autocast(device_type, torch.bfloat16, enabled=enabled):
             if not enabled:
                 args, kwargs = tuple(map(_fp32, args)), {k: _fp32(v) for k, v in kwargs.items()}
-            return inner(*args, **kwargs)
+            with nullcontext() if cast is None or _several() or torch.compiler.is_compiling() else cast_once(cast(), torch.bfloat16):
+                return inner(*args, **kwargs)
 
     module.forward = forward
+
+
+def _several() -> bool:
+    """Whether several processes take part: their gradients travel while the backward pass goes on."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _fp32(value: Any) -> Any:

@@ -79,6 +79,8 @@ def _is_weight(t: Tensor) -> bool:
     node = t.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
+    if node is not None and node.name() == "CastWeightsBackward":
+        return True
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 

@@ -15,6 +15,8 @@ class FactorizationMachine(nn.Module):
     FM(X) is ``X (X^T Y)`` with a learned ``Y [n, rank]``, or all products ``X X^T`` for ``rank = 0``.
     """
 
+    cast_with_products = ("project",)
+
     def __init__(self, n: int, out: int, dim: int, *, rank: int = 8, hidden: int = 128, norm: NormKind = "layer", dropout: float = 0.0):
         super().__init__()
         self.tokens, self.out, self.dim = n, out, dim

@@ -113,6 +113,8 @@ class MaskNet(nn.Module):
 class TokenMix(nn.Module):
     """Linear map over the token axis, ``[B, n_in, d] -> [B, n_out, d]``: the linear compression of Wukong. ``weight [n_out, n_in]``."""
 
+    cast_with_products = ("weight",)
+
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))

@@ -259,24 +259,19 @@ def mode_of(options: dict[str, Any], ahead: bool = True) -> Mode:
 
 
 def check_simulators(bench: Bench, modes: Iterable[Mode]) -> list[dict[str, Any]]:
-    """gem-2d on the device against the single-process simulators: results of ten steps and final state."""
+    """gem-2d on the device against the single-process simulators: results of twenty steps and final state."""
     world, device, kernel = bench.world, str(bench.device), "fbgemm" if bench.cuda else "torch"
     rows: list[dict[str, Any]] = []
     for schedule, exchange, by, prefetch in modes:
         task = {
-            "strategy": "gem-2d", "model": bench.args.model, "steps": 10, "weighted": prefetch, "prefetch": prefetch,
+            "strategy": "gem-2d", "model": bench.args.model, "steps": 20, "weighted": prefetch, "prefetch": prefetch,
             "samples": [s[:world] for s in ([4, 3, 0, 5] * (world // 4 + 1), [1, 0, 6, 2] * (world // 4 + 1))],
             "optimizer": {"lr": 0.1, "eps": 1e-3},
             "config": {"schedule": schedule, "exchange": exchange, "kernel": kernel, "sharding": "row", "collective": by},
         }  # fmt: skip
-        try:
-            found = run_rank(bench.rank, world, task, device)
-            ranks: list[Any] = [None] * world
-            dist.all_gather_object(ranks, found)
-            error = _against_simulator(ranks, task, world, schedule if exchange == "whole" else "mean")
-        except Exception:
-            print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
-            error = float("inf")
+        replicas = world // bench.args.model
+        kind = {"schedule": schedule, "scale": float(replicas)} if exchange == "whole" else {"schedule": "mean"}
+        error = _against_simulator(bench, task, device, kind)
         rows.append(
             {"exchange": exchange, "schedule": schedule, "by": by, "kernel": kernel, "ids ahead": str(prefetch), "largest error": error}
         )
@@ -290,12 +285,41 @@ def wrong(rows: list[dict[str, Any]], mode: Mode) -> bool:
     return not found or any(not r["largest error"] < 1e-4 for r in found)
 
 
-def _against_simulator(ranks: list[Any], task: dict[str, Any], world: int, schedule: str) -> float:
+def check_torchrec(bench: Bench) -> list[dict[str, Any]]:
+    """The strategy ``torchrec-2d``, averaged each step and fully sharded, likewise."""
+    found: list[dict[str, Any]] = []
+    for name, config, kind in (
+        ("TorchRec 2D", {}, {"schedule": "local"}), (BASE, {"fully_sharded": True}, {"schedule": "torchrec", "own_states": True})
+    ):  # fmt: skip
+        if not bench.time_left():
+            break
+        task = {
+            "strategy": "torchrec-2d", "config": {"sharding": "table", **config}, "model": bench.args.model, "steps": 20,
+            "samples": [s[: bench.world] for s in ([4, 3, 2, 5] * (bench.world // 4 + 1), [1, 2, 6, 2] * (bench.world // 4 + 1))],
+            "optimizer": {"lr": 0.1, "eps": 1e-3},
+        }  # fmt: skip
+        found.append({"strategy": name, "largest error": _against_simulator(bench, task, str(bench.device), kind)})
+        bench.say(str(found[-1]))
+    return found
+
+
+def _against_simulator(bench: Bench, task: dict[str, Any], device: str, kind: dict[str, Any]) -> float:
+    """Largest difference in 20 steps; infinite where a rank fails, which is told."""
+    ranks: list[Any] = [None] * bench.world
+    try:
+        dist.all_gather_object(ranks, run_rank(bench.rank, bench.world, task, device))
+        return _difference(ranks, task, bench.world, kind)
+    except Exception:
+        print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
+        return float("inf")
+
+
+def _difference(ranks: list[Any], task: dict[str, Any], world: int, kind: dict[str, Any]) -> float:
     tables, replicas = toy_tables(), world // task["model"]
     first, last = joined([r["first"] for r in ranks]), joined([r["last"] for r in ranks])
     simulator = Simulator(
-        tables, {t.name: first[f"{t.name}.weight"] for t in tables.tables}, model=task["model"], replicas=replicas, schedule=schedule,
-        scale=1.0 if schedule == "mean" else float(replicas), optimizer=TableOptimizer(**task["optimizer"]),
+        tables, {t.name: first[f"{t.name}.weight"] for t in tables.tables}, model=task["model"], replicas=replicas,
+        optimizer=TableOptimizer(**task["optimizer"]), **kind,
     )  # fmt: skip
     worst = 0.0
     for step in range(task["steps"]):
@@ -438,6 +462,9 @@ def main() -> None:
         except Exception:
             data["failed"].append({"strategy": f"tower, {schedule}, {by}", "error": traceback.format_exc().splitlines()[-1]})
             print(f"rank {bench.rank}: {traceback.format_exc()}", flush=True)
+        save(bench, data)
+    if peers_too and bench.time_left():
+        data["TorchRec in training"] = check_torchrec(bench)
         save(bench, data)
     for round_ in range(1, args.rounds):
         timed(bench, data, found, dict(reversed(builds.items())) if round_ % 2 else builds)

@@ -83,15 +83,16 @@ class Simulator:
     "torchrec": look-ups see the replica's own copy; then copies are averaged; then each replica updates by its own samples.
     "mean": one copy, updated from the mean gradient of all ranks: unsharded training.
     "local": copies that are averaged every ``sync_every`` steps after the update.
+    ``own_states``: accumulators are not averaged with the weights (but by `average`), as TorchRec's fully sharded strategy keeps them.
     """
 
     def __init__(
         self, tables: TableSet, weights: Mapping[str, Tensor], *, model: int, replicas: int, schedule: str, optimizer: TableOptimizer,
-        scale: float = 1.0, sync_every: int = 1,
+        scale: float = 1.0, sync_every: int = 1, own_states: bool = False,
     ) -> None:  # fmt: skip
         self.tables, self.model, self.schedule, self.scale = tables, model, schedule, scale
         self.lr, self.eps, self.sync_every, self.steps = optimizer.lr, optimizer.eps, sync_every, 0
-        self.replicas = replicas
+        self.replicas, self.own_states = replicas, own_states
         copies = 1 if schedule == "mean" else replicas
         self.weights = [{n: w.clone() for n, w in weights.items()} for _ in range(copies)]
         self.states = [{n: torch.full((w.shape[0],), optimizer.initial_accumulator) for n, w in weights.items()} for _ in range(copies)]
@@ -111,7 +112,7 @@ class Simulator:
             results.append({k: (v[0] if isinstance(v, tuple) else v).detach() for k, v in found.items()})
         ranks = len(groups) // len(self.weights)
         if self.schedule == "torchrec":
-            self.average()
+            self.average(states=not self.own_states)
         for weights, states, grads in zip(self.weights, self.states, sums):
             for n, g in grads.items():
                 g = g / ranks
@@ -122,9 +123,9 @@ class Simulator:
             self.average()
         return results
 
-    def average(self) -> None:
+    def average(self, states: bool = True) -> None:
         """Mean of weights and accumulators over the copies, to all of them."""
-        for held in (self.weights, self.states):
+        for held in (self.weights, self.states) if states else (self.weights,):
             for n in held[0]:
                 mean = torch.stack([copy[n] for copy in held]).mean(0)
                 for copy in held:

@@ -30,14 +30,20 @@ def test_every_row_is_a_mesh_of_its_processes(devices, cuda, monkeypatch):
     assert {row.gpus for row in rows} == {n for n in (1, 2, 4, 8) if n <= devices}
     assert len({row.name for row in rows}) == len(rows)
     if devices > 1:
-        assert sum(row.gpus == devices for row in rows) == (10 if cuda else 8)
+        assert sum(row.gpus == devices for row in rows) == (12 if cuda else 8)
     for row in rows:
         p = load_config(None, [*SMALL[1:], *row.overrides]).parallel
         mesh = Mesh(row.gpus, p.replicate, p.shard, p.expert, p.model, p.replica)
         assert mesh.world == row.gpus
         assert p.timeout_s <= 30 or row.gpus == 1
     text = str(rows)
-    wanted = ("replicate=2", "expert=2", "replica=2", "copy-engine", *(("fully_sharded=true", "torchrec-2d") if cuda else ()))
+    wanted = (
+        "replicate=2",
+        "expert=2",
+        "replica=2",
+        "copy-engine",
+        *(("fully_sharded=true", "torchrec-2d", "capture=true") if cuda else ()),
+    )
     assert devices == 1 or all(word in text for word in wanted)
 
 

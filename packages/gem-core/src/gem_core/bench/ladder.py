@@ -130,9 +130,15 @@ def climb(
 
 
 def _scaling(records: Sequence[dict[str, Any]]) -> None:
-    """Weak scaling of the last record: samples a second and device over those of the first record of one device."""
-    alone = next((r["samples_per_s"] for r in records if r["gpus"] == 1 and "error" not in r), None)
+    """Weak scaling of the last record: samples a second and device over those of the first record of one device, of a captured step over
+    those of a captured one."""
     last = records[-1]
+
+    def captured(record: dict[str, Any]) -> bool:
+        return "train.capture=true" in record["overrides"]
+
+    singles = [r for r in records if r["gpus"] == 1 and "error" not in r and captured(r) == captured(last)]
+    alone = singles[0]["samples_per_s"] if singles else None
     if alone and "error" not in last and last["gpus"] > 1:
         last["scaling"] = last["samples_per_s"] / last["gpus"] / alone
 

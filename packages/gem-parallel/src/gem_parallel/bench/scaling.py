@@ -1,4 +1,5 @@
-"""The ladder ``scaling`` of `gemrec bench train`: weak scaling over the GPUs of one host, every arrangement on all of them.
+"""The ladder ``scaling`` of `gemrec bench train`: weak scaling over the GPUs of one host, every arrangement on all of them, and on CUDA
+steps captured as graphs where the arrangement allows it.
 
     gemrec bench train base --ladder scaling --set precision.recipe=bf16 --cluster cluster.toml --out OUT
 
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from gem_core.config import Config
     from gem_parallel.plan.workload import Workload
 
+CAPTURED = "train.capture=true"
 WAIT_S = 30
 """``parallel.timeout_s`` of the rows: the process group gives up on a rank after 1.5 times that and 10 s."""
 
 
 def rows(config: Config, devices: int) -> Sequence[Row]:
-    """One process alone, then 2, 4, ... up to ``devices``."""
+    """One process alone, then 2, 4, ... up to ``devices``; of those in between only the first two arrangements."""
     cuda = torch.cuda.is_available() and config.run.device != "cpu"
-    found = [Row("1", ("parallel.sparse=fbgemm",) if cuda else ())]
+    found = [Row("1", ("parallel.sparse=fbgemm",)), Row("1, captured", ("parallel.sparse=fbgemm", CAPTURED))] if cuda else [Row("1")]
     sizes = [n for n in (2, 4, 8, 16) if n <= devices]
     for n in sizes:
         found += _arrangements(config, n, cuda)[: None if n == sizes[-1] else 2]
@@ -51,10 +53,17 @@ def _arrangements(config: Config, n: int, cuda: bool) -> list[Row]:
     torchrec = ("parallel.sparse=torchrec-2d", *two)
     whole = ("parallel.sparse=gem-2d", *two)
     copies = ("parallel.fsdp.collective=copy-engine",)
+    replicate = (wait, "parallel.dense=ddp")
+    touched = (*whole, "parallel.gem-2d.exchange=touched")
+    captured = [
+        (f"replicate {n}, tables 1D, captured", (*replicate, *one_d, CAPTURED)),
+        (f"replicate {n}, touched rows, captured", (*replicate, *touched, CAPTURED)),
+    ]
     wanted = [
+        *(captured if cuda else []),
         ("tables 1D", (*flat, *one_d)),
-        (f"replicate {n}, touched rows", (wait, "parallel.dense=ddp", *whole, "parallel.gem-2d.exchange=touched")),
-        ("fully sharded, touched rows", (*flat, *whole, "parallel.gem-2d.exchange=touched")),
+        (f"replicate {n}, touched rows", (*replicate, *touched)),
+        ("fully sharded, touched rows", (*flat, *touched)),
         ("tables 1D, copy engine", (*flat, *one_d, *copies)),
         (f"replicate 2 x shard {half}, tables 1D", (*replicas, *one_d)),
         (f"expert 2 x shard {half}, tables 1D", (*dense("fsdp", expert=2), *one_d)),

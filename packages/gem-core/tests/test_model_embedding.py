@@ -8,7 +8,7 @@ from gem_core.config.features import Features
 from gem_core.errors import BatchError, ConfigError, DataError
 from gem_core.jagged import Jagged
 from gem_core.model.config import EventConfig
-from gem_core.model.embedding import EventTokens, FeatureTokens
+from gem_core.model.embedding import EventTokens, FeatureTokens, rows_in
 from gem_core.model.rows import Rows
 from gem_core.model.tables import LocalTables, deferred_tables, sparse_group, table_set
 from gem_core.testing.models import random_batch, sample_features
@@ -255,3 +255,34 @@ def test_row_layout():
     assert more.newest(values, 2).squeeze(2).tolist() == [[2, 3], [0, 0], [11, 12]]
     assert more.first(values, 2).squeeze(2).tolist() == [[0, 1], [5, 6], [8, 9]]
     assert more.last(values).flatten().tolist() == [4, 7, 13]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_of_a_learned_table_in_a_lower_precision(device):
+    """The rows are the table's, rounded; the gradient sums in fp32, where sums of bf16 would have stood still long before."""
+    table = torch.nn.Embedding(3, 8, device=device)
+    places = torch.zeros(20_000, dtype=torch.int64, device=device)
+    places[:7] = 2
+    rows = rows_in(table, places, torch.bfloat16)
+    assert torch.equal(rows, table.weight.bfloat16()[places])
+    rows.backward(torch.ones_like(rows))
+    assert table.weight.grad.dtype == torch.float32
+    assert table.weight.grad.sum(1).tolist() == [8.0 * 19_993, 0.0, 56.0]
+    own = rows_in(table, places[:9], torch.float32)
+    assert torch.equal(own, table(places[:9]))
+
+
+def test_events_stay_in_the_precision_of_their_products():
+    """Ages and places that are added under autocast do not make fp32 rows of all events."""
+    features, options = sample_features(), EventConfig(time_buckets=4, positions=3)
+    tables = LocalTables(table_set(features, 8))
+    name = next(n for n, s in features.sequences.items() if s.timestamps is not None)
+    tokens = EventTokens(name, features, tables.table_set, 16, options)
+    batch = random_batch(features, 5)
+    embedded = tables(sparse_group(batch, tables.table_set.lookups))
+    plain = tokens.placed(tokens(batch, embedded), batch, embedded, tokens.rows(batch))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = tokens.placed(tokens(batch, embedded), batch, embedded, tokens.rows(batch))
+    assert plain.dtype == torch.float32
+    assert cast.dtype == torch.bfloat16
+    assert torch.allclose(cast.float(), plain, rtol=2e-2, atol=6e-2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.batch import Batch, SequenceGroup
@@ -177,6 +178,36 @@ class EventFields(nn.Module):
         return value.unsqueeze(1) if value.dim() == 1 else value
 
 
+COUNTED = 256
+"""Largest learned table whose gradient is a product with the counts of its rows, on a device."""
+
+
+class _RowsIn(torch.autograd.Function):
+    """Rows of a small table in another dtype; the gradient sums in the table's own."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.like = table.shape[0], table.dtype
+        return F.embedding(places, table.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,), (rows, dtype) = ctx.saved_tensors, ctx.like
+        if grad.is_cuda and rows <= COUNTED and dtype == torch.float32 and grad.dtype in (torch.bfloat16, torch.float16):
+            read = (places.unsqueeze(1) == torch.arange(rows, device=places.device)).to(grad.dtype)
+            return torch.mm(read.t(), grad, out_dtype=torch.float32), None, None
+        return torch.ops.aten.embedding_dense_backward(grad.to(dtype), places, rows, -1, False), None, None
+
+
+def rows_in(table: nn.Embedding, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """``table(places)`` in ``dtype``: rows that are added to others of a lower precision, which would all become fp32 otherwise."""
+    if dtype == table.weight.dtype or torch.compiler.is_compiling():
+        return table(places).to(dtype)
+    return _RowsIn.apply(table.weight, places, dtype)
+
+
 class EventTokens(nn.Module):
     """The fields of each event to one token, ``[N, dim]``; and the candidate as such an event, ``[B, dim]``.
 
@@ -230,10 +261,10 @@ class EventTokens(nn.Module):
             token = token + self.match(self.fields.products(batch, embedded, rows, self.scales))
         if self.place is not None:
             place = rows.recency if self.config.count_from == "newest" else rows.position
-            token = token + self.place((place + 1).clamp(max=self.config.positions))
+            token = token + rows_in(self.place, (place + 1).clamp(max=self.config.positions), token.dtype)
         if self.age is not None:
             assert rows.ages is not None
-            token = token + self.age(self._bucket(rows.ages))
+            token = token + rows_in(self.age, self._bucket(rows.ages), token.dtype)
         return token
 
     def candidate(self, embedded: Embedded, batch_size: int) -> Tensor:

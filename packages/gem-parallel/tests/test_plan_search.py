@@ -127,7 +127,21 @@ def test_a_step_takes_no_less_than_its_launches() -> None:
     assert bound.seconds > plain.seconds
     assert sum(bound.breakdown.values()) == pytest.approx(bound.seconds)
     assert bound.breakdown["launches"] == pytest.approx(bound.seconds - plain.seconds)
-    assert at(100.0, 2000.0, captured=True).seconds == plain.seconds
+    assert at(100.0, 2000.0, captured=True).seconds == at(0.0, 0.0, captured=True).seconds < bound.seconds
+
+
+def test_a_captured_step_averages_gradients_behind_its_backward_pass() -> None:
+    work, place = workload(layers=4, tables=TABLES), cluster((8, 300, 1, 1))
+    found = {}
+    for captured in (False, True):
+        space = Space.build(replace(work, captured=captured), place, 4)
+        found[captured] = space.estimate(next(d for d in space.dense if d.replicate == 4), space.sparse[0])
+    for captured, estimate in found.items():
+        backward = max(estimate.trace.end[i] for i, op in enumerate(estimate.ops) if op.name.endswith("backward"))
+        averages = [estimate.trace.start[i] for i, op in enumerate(estimate.ops) if op.what == "gradient all-reduce"]
+        assert len(averages) == 6
+        assert (min(averages) >= backward) == captured
+    assert found[True].seconds > found[False].seconds
 
 
 def test_placement_follows_from_costs() -> None:

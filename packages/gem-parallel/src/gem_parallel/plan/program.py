@@ -248,9 +248,12 @@ class _Dense:
             # The last layer stays gathered from its forward; the others are gathered while the layer behind them computes.
             following = self._gather(layers[i - 1], "backward", done) if again and i else None
             done = self._unit(layers[i], self.times[i + 1], True, [gathered, done])
-            self._reduce(layers[i], done)
+            if not self.workload.captured:
+                self._reduce(layers[i], done)
         done = self._unit(front, self.times[0], True, [done])
-        for unit in (front, *([heads] if heads is not None else [])):
+        # Gradients of a captured step are averaged behind the graph that holds all of the backward pass.
+        late = (*layers, front) if self.workload.captured else (front,)
+        for unit in (*late, *([heads] if heads is not None else [])):
             self._reduce(unit, done)
         return done
 

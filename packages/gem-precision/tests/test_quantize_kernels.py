@@ -11,14 +11,16 @@ from torch import nn
 pytest.importorskip("triton", reason="triton is not installed")
 
 from gem_core.errors import OpError
+from gem_precision import site as site_module
 from gem_precision.formats import quantize_fp8, quantize_mx, rank_generator, swizzle_scales
 from gem_precision.gemm import gemm
 from gem_precision.kernels import interpreting
+from gem_precision.kernels.measure import measures
 from gem_precision.kernels.quantize import norm_quantize, quantize_matrix
 from gem_precision.kernels.scaled_gemm import scaled_gemm
 from gem_precision.linear import convert_linear
 from gem_precision.policy import Operand, fp8_linear, mx_linear
-from gem_precision.site import Site
+from gem_precision.site import SUMS, Site, measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
@@ -317,3 +319,38 @@ def test_more_than_two_to_the_31_elements():
     tail = codec(x[-256:], operand, 0)
     assert torch.equal(got.columns.data[:, -256:].contiguous().view(torch.uint8), tail.data.contiguous().view(torch.uint8))
     assert torch.equal(got.columns.scales[:, -8:], tail.scales)
+
+
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("kind", "block"), [("mx", (1, 32)), ("mx", (32, 32)), ("fp8", (1, 128)), ("fp8", (128, 128)), ("", (0, 0))])
+def test_samples_are_the_codec_s(kind, block, elem, monkeypatch):
+    """What the kernels measure is what PyTorch does, of rows and of columns, padded and not, with and without NaN and Inf, everywhere a
+    window can be; every count exactly."""
+    for shape, seed in (((140, 2100), 0), ((40, 70), 1), ((129, 257), 2)):
+        x = numbers(shape, seed=seed)
+        if seed == 2:
+            x = torch.where(x.isfinite(), x, 0)
+        for along in (0, 1):
+            wide, q = (x, None) if along else (x.t(), None)
+            if kind:
+                operand = Operand(kind, elem, block)
+                made = quantize_matrix(x, *((operand, None) if along else (None, operand)), pad=32)
+                q = made.rows if along else made.columns
+            for turn in (0, 3):
+                assert measures(wide, q)
+                got = measure(wide, q, turn).cpu()
+                monkeypatch.setattr(site_module, "measures", lambda *_: False)
+                wanted = measure(wide, q, turn).cpu()
+                monkeypatch.undo()
+                exact = [SUMS.index(n) for n in ("amax", "saturated", "flushed", "count", "dead", "spoiled", "bad")]
+                assert got[exact].tolist() == wanted[exact].tolist(), (shape, along, turn)
+                torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-30)
+
+
+def test_samples_that_the_kernels_leave_to_pytorch():
+    x = torch.zeros(64, 64, device=DEVICE)
+    assert not measures(x, quantize_fp8(x, block=(1, 0)))
+    assert not measures(x, quantize_mx(x, elem="e2m1"))
+    assert not measures(x[None], None)
+    assert not measures(x.double(), None)
+    assert not measures(x[:, ::2], None)

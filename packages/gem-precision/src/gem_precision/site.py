@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gem_precision.formats import decode, element
 from gem_precision.formats.mx import NAN_SCALE, block_amax
+from gem_precision.kernels.measure import measure_on_device, measures
 from gem_precision.policy import LinearPolicy
 
 SUMS = ("amax", "saturated", "flushed", "count", "signal", "error", "dot", "coded", "relative", "dead", "spoiled", "bad")
@@ -105,6 +106,10 @@ def measure(x: Tensor, quantised: Any, turn: int = 0) -> Tensor:
     x alone is measured). ``turn`` moves the window; consecutive turns reach every part."""
     if x.numel() == 0:
         return torch.zeros(len(SUMS), dtype=torch.float64, device=x.device)
+    if measures(x, quantised):
+        r0, c0 = _corner(x, turn)
+        window = r0, min(r0 + WINDOW_ROWS, x.shape[0]), c0, min(c0 + WINDOW_COLUMNS, x.shape[1])
+        return measure_on_device(x, quantised, window)
     # a maximum does not depend on the order: read the memory straight through
     top = torch.linalg.vector_norm(x if x.is_contiguous() else x.transpose(-1, -2), torch.inf, dtype=torch.float32)
     spoiled = top.new_zeros(()) if quantised is None else _nan_scales(quantised)
@@ -138,9 +143,13 @@ def _nan_scales(quantised: Any) -> Tensor:
     return scales == NAN_SCALE if scales.dtype == torch.uint8 else scales.isnan()
 
 
-def _window(x: Tensor, quantised: Any, turn: int) -> tuple[Tensor, Any]:
+def _corner(x: Tensor, turn: int) -> tuple[int, int]:
     rows, columns = (-(-size // width) for size, width in zip(x.shape, (WINDOW_ROWS, WINDOW_COLUMNS)))
-    r0, c0 = turn % rows * WINDOW_ROWS, turn // rows % columns * WINDOW_COLUMNS
+    return turn % rows * WINDOW_ROWS, turn // rows % columns * WINDOW_COLUMNS
+
+
+def _window(x: Tensor, quantised: Any, turn: int) -> tuple[Tensor, Any]:
+    r0, c0 = _corner(x, turn)
     r1, c1 = min(r0 + WINDOW_ROWS, x.shape[0]), min(c0 + WINDOW_COLUMNS, x.shape[1])
     if quantised is None:
         return x[r0:r1, c0:c1], None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gem_precision
+from gem_core import ops
 from gem_core.batch import Batch
 from gem_core.config import load_config, resolve
 from gem_core.errors import ConfigError
@@ -97,6 +98,25 @@ def test_exceptions_and_their_reasons():
     assert type(net.layers[2][0]) is nn.Linear
     assert net.attend.attention_precision is None
     net(torch.randn(8, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_calls_of_few_rows_stay_in_bf16_and_are_listed(autocast):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    guard = gem_precision.apply(net, "fp8-block", config=RecipeConfig(min_features=1))
+    site, x = guard.sites["0"], torch.randn(4, 3, 64)
+    plain = nn.functional.linear(x.bfloat16(), net[0].weight.bfloat16(), net[0].bias.bfloat16())
+    assert site.min_rows == 0
+    for few, norm in ((11, False), (12, False), (13, False), (13, True)):
+        site.min_rows = few
+        given = x.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = net[0].after_norm(given, "rms", 1e-6) if norm else net[0](given)
+        reference = nn.functional.linear(ops.norm(given).to(torch.bfloat16), net[0].weight.bfloat16(), net[0].bias.bfloat16())
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(y, reference if norm else plain) == (few == 13)
+        assert (described(guard)["0"] == ("bf16", "calls of 12 rows: fewer than 13 do not pay for quantised weights")) == (few == 13)
+    assert described(guard)["1"][0] == "fp8-block"
 
 
 def test_attention_recipe_sets_the_ops_precision():

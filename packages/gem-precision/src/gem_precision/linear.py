@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.errors import OpError
@@ -42,22 +44,34 @@ def _linear(
 
 class LowPrecisionLinear(nn.Linear):
     """`torch.nn.Linear` whose GEMMs follow ``site.policy``. Made in place by `convert_linear`, so that parameters, their names, hooks and
-    references to the module stay what they were."""
+    references to the module stay what they were. Calls of fewer rows than ``site.min_rows`` compute as `torch.nn.Linear` does."""
 
     site: Site
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._has_few_rows(x):
+            return self._plain(x)
         return _linear(x, self.weight, self.bias, self.site, training=self.training)
+
+    def _has_few_rows(self, x: Tensor) -> bool:
+        return self.site.min_rows > 0 and math.prod(x.shape[:-1]) < self.site.min_rows
+
+    def _plain(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.site.few_rows = math.prod(x.shape[:-1])
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def after_norm(self, x: Tensor, kind: str, eps: float) -> Tensor:
         """``self(ops.norm(x, kind=kind, eps=eps))``, with the norm and the quantising of its result in one pass where the kernels can."""
-        if not can_fuse(x, kind, self.site.policy):
+        if self._has_few_rows(x) or not can_fuse(x, kind, self.site.policy):
             return self(ops.norm(x, kind=kind, eps=eps))
         return _linear(x, self.weight, self.bias, self.site, kind, eps, training=self.training)
 
     def after_activation(self, x: Tensor, name: str) -> Tensor:
         """``self(act(x))`` for relu, gelu (erf) or silu, likewise in one pass."""
-        if not can_fuse(x, f"act:{name}", self.site.policy):
+        if self._has_few_rows(x) or not can_fuse(x, f"act:{name}", self.site.policy):
             return self(ACTIVATIONS[name](x))
         return _linear(x, self.weight, self.bias, self.site, f"act:{name}", training=self.training)
 

@@ -77,6 +77,9 @@ class RecipeConfig(FrozenConfig):
     backend: Literal["auto", "emulated", "torch", "triton"] = "auto"
     seed: int = Field(0, ge=0, description="of stochastic rounding and of the Hadamard signs")
     allow_slow: bool = Field(False, description="quantise also shapes that were measured, or must be expected, to be slower than bf16")
+    min_rows: int = Field(
+        8192, ge=0, description="FP8 linears compute calls of fewer rows in bf16: quantising the weights does not pay (unless allow_slow)"
+    )
     guard: GuardConfig = GuardConfig()
 
 
@@ -123,7 +126,7 @@ def choices(module: nn.Module, recipe: Recipe, config: RecipeConfig, device: tor
         elif not config.allow_slow and not (answer := pays(policy, k, n, device)):
             found.append(Choice(name, "bf16", f"slower: {answer.reason}"))
         else:
-            found.append(Choice(name, _linear_name(chosen), why + _emulated(policy, device), policy))
+            found.append(Choice(name, _linear_name(chosen), why + _note(policy, config, device), policy))
     return found
 
 
@@ -148,7 +151,9 @@ def apply(module: nn.Module, recipe: str | Recipe, *, config: RecipeConfig | Non
     parts = dict(module.named_modules())
     for (name, is_attention), choice in plan.items():
         if choice.policy is not None:
-            sites.append(_attention(name, parts[name], choice) if is_attention else _linear(name, parts[name], choice, options))
+            sites.append(
+                _attention(name, parts[name], choice) if is_attention else _linear(name, parts[name], choice, options, context.device)
+            )
     if chosen.saved is not None:
         wrap_forward(module, SavedActivations(chosen.saved))
     mine = {s.name for s in sites}
@@ -220,12 +225,17 @@ def _linear_name(recipe: Recipe) -> str:
     return {"mxfp8-attention": "mxfp8", "fp8-attention": "fp8-block"}.get(recipe.name, recipe.name)
 
 
-def _emulated(policy: LinearPolicy, device: torch.device) -> str:
+def _note(policy: LinearPolicy, config: RecipeConfig, device: torch.device) -> str:
+    if _is_emulated(policy, device):
+        return " (emulated here)"
+    return "" if config.allow_slow else f" (calls of fewer than {config.min_rows} rows: bf16)"
+
+
+def _is_emulated(policy: LinearPolicy, device: torch.device) -> bool:
     assert policy.fprop.a is not None
-    real = device.type == "cuda" and policy.backend != "emulated"
-    if real and policy.fprop.a.format == "mx":
-        real = torch.cuda.get_device_capability(device)[0] >= 10
-    return "" if real else " (emulated here)"
+    if device.type != "cuda" or policy.backend == "emulated":
+        return True
+    return policy.fprop.a.format == "mx" and torch.cuda.get_device_capability(device)[0] < 10
 
 
 def kept(name: str, config: RecipeConfig) -> bool:
@@ -280,11 +290,13 @@ def _attention_choice(name: str, recipe: Recipe, config: RecipeConfig, last: set
     return Choice(name, recipe.name, f"recipe {recipe.name}", precision)
 
 
-def _linear(name: str, part: nn.Module, choice: Choice, config: RecipeConfig) -> Site:
+def _linear(name: str, part: nn.Module, choice: Choice, config: RecipeConfig, device: torch.device) -> Site:
     kind = "linear" if type(part) is nn.Linear else "grouped"
     rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     generator = rank_generator(config.seed, rank) if config.stochastic_gradients else None
     site = Site(name, kind, linear_levels(choice.precision, choice.policy), choice.why, generator=generator)
+    if not config.allow_slow and not _is_emulated(choice.policy, device):
+        site.min_rows = config.min_rows
     if isinstance(part, GroupedLinear):
         part.site = site
     else:

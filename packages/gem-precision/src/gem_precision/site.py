@@ -41,7 +41,8 @@ def site_of(key: str) -> tuple[Site, Any]:
 @dataclass
 class Site:
     """``levels``: (name, policy), from the recipe's precision to the safest; ``level`` is the one in force. ``changed`` is called with the
-    new policy. ``live`` is whether the forward now running is being measured. ``key`` names site and level to an op."""
+    new policy. ``live`` is whether the forward now running is being measured. ``key`` names site and level to an op. A linear with fewer
+    rows than ``min_rows`` stays in bf16; ``few_rows``: how many the last such call had."""
 
     name: str
     kind: str
@@ -54,6 +55,8 @@ class Site:
     samples: dict[str, Tensor] = field(default_factory=dict)
     turn: int = 0
     changed: Callable[[Any], None] | None = None
+    min_rows: int = 0
+    few_rows: int | None = None
     number: int = field(init=False)
     key: str = field(init=False)
 

@@ -87,7 +87,10 @@ class NumericsGuard:
         mine = []
         for site in self.sites.values():
             why = str(last[site.name]) if site.level and site.name in last else site.why
-            mine.append((site.name, site.precision, why))
+            precision = site.precision
+            if site.few_rows is not None:
+                precision, why = "bf16", f"calls of {site.few_rows} rows: fewer than {site.min_rows} do not pay for quantised weights"
+            mine.append((site.name, precision, why))
         return (*mine, *self.others)
 
     def on_step(self, step: int, loss: Tensor) -> Mapping[str, Any]:

@@ -15,8 +15,10 @@ from gem_core.jagged import Jagged, lengths_to_offsets
 from gem_core.model.loss import task_loss
 from gem_core.model.retrieval import next_items
 from gem_core.plugins import manager
+from gem_core.train import captured as train_captured
+from gem_core.train import step as train_step
 from gem_core.train.build import build_parts
-from gem_core.train.captured import MOST, Captured, FixedBatch, Room, check_capture
+from gem_core.train.captured import MOST, Captured, FixedBatch, Room, check_capture, recorded
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
 from gem_core.train.runtime import Runtime
@@ -177,8 +179,7 @@ def test_a_room_takes_what_fits_without_much_slack():
 
 def test_rooms_are_tight_until_there_are_enough():
     """Batches of a training's lengths: rooms within a few per cent of what they need, and never more than are allowed."""
-    captured = Captured.__new__(Captured)
-    captured.features, captured.device, captured.history, captured._recorded = Features(), torch.device("cpu"), None, []
+    captured = Captured(Features(), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     waste = []
     for events in (30_000 + 1800 * torch.randn(400, generator=generator)).int().tolist():
@@ -189,25 +190,20 @@ def test_rooms_are_tight_until_there_are_enough():
     assert sum(waste[50:]) / len(waste[50:]) < 0.035
 
 
-def test_a_recording_serves_while_the_step_keeps_its_name():
+def test_a_recording_serves_while_the_step_keeps_its_name(monkeypatch):
     """A name that changes is a new recording, after one step as usual; a step without a name is computed, and the recording stays."""
     done, names = [], iter("aaa-abbb-b")
-    captured = Captured.__new__(Captured)
-    captured.features, captured.device, captured.history, captured._recorded = Features(), torch.device("cpu"), None, []
-    captured.compute = lambda batch, totals: done.append("computed")
-    captured.state = lambda: None if (name := next(names)) == "-" else name
+    captured = Captured(Features(), torch.device("cpu"), lambda: None if (name := next(names)) == "-" else name)
+    captured._pool = "a pool"
 
     class Graph:
         replay = staticmethod(lambda: done.append("replayed"))
 
-    def record(found):
-        done.append("recorded")
-        found.graph, found.outcome = Graph(), torch.zeros(1)
-
-    captured._record = record
+    monkeypatch.setattr(train_captured, "recorded", lambda compute, pool: (done.append("recorded"), (Graph(), torch.zeros(1)))[1])
     seen = []
     for _ in range(10):
-        captured(Batch(size=2, dense=torch.zeros(2, 1)), [1.0, 1.0, 0.0])
+        room = captured.enter(Batch(size=2, dense=torch.zeros(2, 1)), [1.0, 1.0, 0.0])
+        room.part("step", lambda: done.append("computed"))
         seen.append(" ".join(done))
         done.clear()
     new = ["computed", "recorded replayed", "replayed"]
@@ -232,10 +228,11 @@ def test_runs_that_cannot_be_captured_are_refused(tmp_path):
     check_capture(parts, config, cuda)
     wrong = [
         (parts, config, Runtime(torch.device("cpu")), "on cpu"),
-        (parts, config, dataclasses.replace(cuda, world=2), "2 processes"),
+        (dataclasses.replace(parts, module=torch.nn.Identity()), config, dataclasses.replace(cuda, world=2), "parallel.dense"),
+        (parts, config, dataclasses.replace(cuda, world=2), "in its forward pass"),
         (parts, config.model_copy(update={"train": config.train.model_copy(update={"accumulate": 2})}), cuda, "accumulate"),
         (parts, config.model_copy(update={"train": config.train.model_copy(update={"compile": True})}), cuda, "compile"),
-        (dataclasses.replace(parts, tables=torch.nn.Identity()), config, cuda, "tables of parallel.sparse"),
+        (dataclasses.replace(parts, tables=torch.nn.Identity()), config, cuda, "in its forward pass"),
         (dataclasses.replace(parts, guard=object()), config, cuda, "recipe 'fp32'"),
         (dataclasses.replace(parts, model=torch.nn.Identity()), config, cuda, "slack"),
     ]
@@ -263,6 +260,7 @@ def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
         if not recorded:
             monkeypatch.setattr(step._captured, "_record", lambda found: None)
         parts.module.train()
+        before = {n: p.detach().cpu() for n, p in parts.model.named_parameters()}
         torch.manual_seed(3)
         outcomes = []
         for i, batch in enumerate(batches):
@@ -270,26 +268,103 @@ def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
             weight = float(batch.size) if not retrieval else float(batch.target_mask.sum())
             outcomes.append(step([Fed(batch, batch, weight, 0, None, {})], i == 11))
         assert step._captured is not None
-        graphs = [r.graph for r in step._captured._recorded]
+        graphs = [r.graphs for r in step._captured._recorded]
         assert len(graphs) <= 8
         # a room that one batch alone went into has no recording
-        assert sum(g is not None for g in graphs) >= 2 if recorded else not any(graphs)
-        return torch.stack(outcomes).cpu(), {n: p.detach().cpu() for n, p in parts.model.named_parameters()}
+        assert sum(bool(g) for g in graphs) >= 2 if recorded else not any(graphs)
+        after = {n: p.detach().cpu() for n, p in parts.model.named_parameters()}
+        assert sum(not torch.equal(after[n], before[n]) for n in before) > 0.9 * len(before)
+        return torch.stack(outcomes).cpu(), after
 
     (usual, expected), (replayed, got) = trained(False), trained(True)
     assert usual[:, 0].isfinite().all()
-    assert (usual[-5:, 0] / usual[-5:, 1]).mean() < (usual[:5, 0] / usual[:5, 1]).mean()
     torch.testing.assert_close(replayed, usual, rtol=1e-4, atol=1e-5)
     assert usual[11:13, 3].tolist() == [1, 0]
     for parameter, value in expected.items():
         torch.testing.assert_close(got[parameter], value, rtol=1e-3, atol=1e-4, msg=lambda m, name=parameter: f"{name}: {m}")
 
 
+def test_gradients_of_small_tables_are_dense_where_steps_are_recorded():
+    """Adding sparse gradients merges them once they have more entries than the table: tables with fewer rows than are asked for."""
+    model, _ = the_model("gem", False)
+    batch, found = a_batch(3, 40, False), []
+    for small in (False, True):
+        torch.manual_seed(1)  # of the next events that are compared
+        model.tables.small_dense = small
+        model.zero_grad()
+        task_loss(model(batch), batch, total=1.0).backward()
+        found.append({name: model.tables.weight(name).grad for name in ("item", "sparse.tags", "sparse.weighted")})
+    assert all(grad.is_sparse for grad in found[0].values())
+    assert not any(grad.is_sparse for grad in found[1].values())
+    for name, grad in found[1].items():
+        torch.testing.assert_close(grad, found[0][name].to_dense(), rtol=1e-5, atol=1e-7)
+    model.tables.zero_grad()
+    model(a_batch(3, 2, False)).logits.sum().backward()
+    assert model.tables.weight("item").grad.is_sparse
+
+
+def test_too_many_shapes_end_the_run():
+    captured = Captured(Features.model_validate(features(True)), torch.device("cpu"))
+    for size in range(1, MOST + 1):
+        captured.enter(a_batch(size, size, True), [1.0, 1.0, 0.0])
+    with pytest.raises(RunError, match="kinds of shapes"):
+        captured.enter(a_batch(1, MOST + 1, True), [1.0, 1.0, 0.0])
+
+
+def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", **train):
+    """Outcomes, parameters and rooms of steps on ``batches`` with the core's tables: computed as usual, or cut at the look-ups."""
+    device = torch.device("cpu")
+    config = config_from_dict({
+        "features": FEATURES, "model": {"name": name, **RANKING[name]},
+        "train": {"steps": len(batches), "clip_norm": 0.5, "nonfinite": "skip", "capture": cut, **train},
+    })  # fmt: skip
+    monkeypatch.setattr(train_step, "check_capture", lambda *_: None)
+    monkeypatch.setattr(train_step, "cuts", lambda *_: True)
+    step = TrainStep(build_parts(resolve(config), Runtime(device)), config, Runtime(device), Meter(device, peak("", {"fp32"})))
+    step.parts.module.train()
+    outcomes = []
+    for i, batch in enumerate(batches):
+        step.set_lr(1.0 / (1 + i))
+        outcomes.append(step([Fed(batch, batch, float(batch.size), 0, None, {})], i == 3))
+    return torch.stack(outcomes), dict(step.parts.model.state_dict()), [] if step._captured is None else step._captured._recorded
+
+
+@pytest.mark.parametrize("name", ["gem", "sasrec", "hstu"])
+def test_a_step_cut_at_the_look_ups_is_the_step(name, monkeypatch):
+    """Pooled, weighted and per-event look-ups, rooms with slack, clipping, a learning rate that changes, a batch whose loss is not finite
+    and that changes nothing."""
+    batches = [a_batch(i, 24 if i % 3 else 13, False, 9 - 4 * (i % 2)) for i in range(10)]
+    batches[4] = dataclasses.replace(batches[4], weights=torch.full((batches[4].size,), float("inf")))
+    batches = [b if b.weights is not None else dataclasses.replace(b, weights=torch.rand(b.size) + 0.5) for b in batches]
+    (expected, wanted, _), (got, found, rooms) = (trained(batches, monkeypatch, cut=cut, name=name) for cut in (False, True))
+    assert expected[:, 2].tolist() == [float(i == 4) for i in range(10)]
+    assert expected[:, 3].tolist() == [float(i == 3) for i in range(10)]
+    assert expected[5:, 0].isfinite().all()
+    assert (expected[[0, 1, 2, 3], 6] > 0.5).any(), "nothing is clipped"
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6, equal_nan=True)
+    for parameter, value in wanted.items():
+        torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=2e-5, msg=lambda m, name=parameter: f"{name}: {m}")
+    assert len(rooms) > 2
+    assert all(room.rows.leaves["sequences.history.fields.item"][0].shape[0] > 13 for room in rooms)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_too_many_shapes_end_the_run():
-    captured = Captured(lambda batch, totals: torch.zeros(7, device="cuda"), Features.model_validate(features(True)), torch.device("cuda"))
-    for size in range(1, MOST + 1):
-        captured(a_batch(size, size, True).to("cuda"), [1.0, 1.0, 0.0])
-    with pytest.raises(RunError, match="kinds of shapes"):
-        captured(a_batch(1, MOST + 1, True).to("cuda"), [1.0, 1.0, 0.0])
+def test_after_a_recording_that_failed_the_process_goes_on():
+    """Waiting for the device inside a recording is an error that says so; random numbers, memory and the next recording are as ever."""
+    device, pool = torch.device("cuda"), torch.cuda.graph_pool_handle()
+    x = torch.ones(1024, device=device)
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RunError, match="cannot be recorded") as caught:
+        recorded(lambda: torch.rand_like(x) * x.sum().item(), pool)
+    assert "capturing" in str(caught.value)
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(4, device=device).std() > 0
+    graph, y = recorded(lambda: torch.rand_like(x) + x, pool)
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert (first >= 1).all()
+    assert not torch.equal(first, y)
+    del first
+    torch.cuda.empty_cache()

@@ -137,7 +137,7 @@ class Train(FrozenConfig):
     clip_norm: float | None = Field(None, gt=0, description="global norm limit of the dense gradients")
     compile: bool = Field(False, description="torch.compile the model layer by layer (lookups stay eager)")
     capture: bool = Field(
-        False, description="record the step as a CUDA graph for each of a few sizes of batch and replay it; one device, one process"
+        False, description="record the step as CUDA graphs for each of a few sizes of batch and replay them; tables of any strategy"
     )
     nonfinite: Literal["stop", "skip"] = Field("stop", description="what a non-finite loss does; a skipped step touches no parameter")
     optimizer: DenseOptimizer = DenseOptimizer()

@@ -52,6 +52,7 @@ class TableModel(nn.Module):
 class RankingModel(TableModel):
     """A model that scores one candidate a sample: ``forward(batch) -> ModelOutput`` with logits ``[B, T]`` of the declared labels.
 
+    ``forward(batch, looked_up)`` takes what the tables gave for the batch from outside, as a step does that is recorded without them.
     ``reads(path)`` says which id features the model reads (None: all); tables that none of them reads are not there. A subclass writes
     `score` and `count_flops`.
 
@@ -67,13 +68,15 @@ class RankingModel(TableModel):
         self.distillation: nn.Module | None = None
         """An auxiliary part that training adds: called with the batch after `score`, it gives one more loss."""
 
-    def forward(self, batch: Batch) -> ModelOutput:
+    def forward(self, batch: Batch, looked_up: Embedded | None = None) -> ModelOutput:
         if batch.num_targets is not None:
             raise BatchError(
                 "the batch holds several candidates a history", where="num_targets", fix="this model scores one candidate a sample"
             )
         batch = expanded(batch)
-        embedded = self.dropped(self.tables(sparse_group(batch, self.table_set.lookups)))
+        if looked_up is None:
+            looked_up = self.tables(sparse_group(batch, self.table_set.lookups))
+        embedded = self.dropped(looked_up)
         logits, losses = self.score(batch, embedded)
         if self.distillation is not None and self.training:
             losses = {**losses, "distill": self.distillation(batch)}

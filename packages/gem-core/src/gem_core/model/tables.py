@@ -147,7 +147,9 @@ class LocalTables(nn.Module):
 
     ``forward(SparseGroup)`` gives, by lookup key, pooled ``[B, dim]`` or ``(rows [N, dim], offsets [B+1])`` as `Lookup` says. Per-id
     weights multiply the rows; "mean" divides by the sum of the weights (an empty bag gives 0). ``sparse``: gradients are COO over the
-    touched rows, else dense. The accumulators of row-wise AdaGrad live here as buffers, so that table and state stay together.
+    touched rows, else dense. With ``small_dense`` those of a table with fewer rows than it is asked for in a pass are dense all the same,
+    as recorded steps need it: to add sparse gradients may be to merge them, which waits for the device. The accumulators of row-wise
+    AdaGrad live here as buffers, so that table and state stay together.
     """
 
     optimizer_in_backward = False
@@ -155,7 +157,7 @@ class LocalTables(nn.Module):
     def __init__(self, tables: TableSet, *, sparse: bool = True) -> None:
         super().__init__()
         self.table_set = tables
-        self.sparse = sparse
+        self.sparse, self.small_dense = sparse, False
         self._slots = {t.name: f"t{i}" for i, t in enumerate(tables.tables)}
         device = torch.device("meta") if _DEFERRED.get() else None
         for t in tables.tables:
@@ -204,6 +206,7 @@ class LocalTables(nn.Module):
     def _look_up(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         bounds, b = group.key_bounds(), group.batch_size
         places = {key: i for i, key in enumerate(group.keys)}
+        dense = self._dense(group) if self.small_dense else ()
         result: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         for lookup in self.table_set.lookups:
             i = places[lookup.key]
@@ -211,25 +214,34 @@ class LocalTables(nn.Module):
             offsets = lengths_to_offsets(group.lengths[i * b : (i + 1) * b])
             weights = None if group.weights is None else group.weights[bounds[i] : bounds[i + 1]]
             try:
-                result[lookup.key] = self._read(lookup, ids, offsets, weights, group.slack)
+                result[lookup.key] = self._read(lookup, ids, offsets, weights, group.slack, self.sparse and lookup.table not in dense)
             except (IndexError, RuntimeError):
                 self._check_ids(lookup, ids)
                 raise
         return result
 
+    def _dense(self, group: SparseGroup) -> set[str]:
+        """Tables that ``group`` asks for at least as many rows as they have."""
+        bounds, asked = group.key_bounds(), dict.fromkeys(self._slots, 0)
+        places = {key: i for i, key in enumerate(group.keys)}
+        for lookup in self.table_set.lookups:
+            i = places[lookup.key]
+            asked[lookup.table] += bounds[i + 1] - bounds[i]
+        return {t.name for t in self.table_set.tables if asked[t.name] >= t.rows}
+
     def _read(
-        self, lookup: Lookup, ids: Tensor, offsets: Tensor, weights: Tensor | None, slack: bool = False
+        self, lookup: Lookup, ids: Tensor, offsets: Tensor, weights: Tensor | None, slack: bool, sparse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         table = self.weight(lookup.table)
         if lookup.pooling == "none":
-            return F.embedding(ids, table, sparse=self.sparse), offsets
+            return F.embedding(ids, table, sparse=sparse), offsets
         if weights is not None:
             weights = weights.to(table.dtype)
         mode = lookup.pooling if weights is None else "sum"
         ends = offsets.to(ids.dtype)
         if slack:  # embedding_bag takes all ids that are left into its last bag: they get one of their own
             ends = F.pad(ends, (0, 1), value=ids.shape[0])
-        pooled = F.embedding_bag(ids, table, ends, mode=mode, sparse=self.sparse, per_sample_weights=weights, include_last_offset=True)
+        pooled = F.embedding_bag(ids, table, ends, mode=mode, sparse=sparse, per_sample_weights=weights, include_last_offset=True)
         pooled = pooled[:-1] if slack else pooled
         if weights is None or lookup.pooling == "sum":
             return pooled

@@ -117,7 +117,11 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
             tag_compiled_graphs()
             for unit in compiled_units(model):
                 unit.compile(dynamic=True)
-        module = find("dense_strategy", p.dense).build(model, mesh, resolved.dense)
+        dense = find("dense_strategy", p.dense)
+        if config.train.capture and dense.averages is not None:
+            dense.averages(mesh)
+        else:
+            module = dense.build(model, mesh, resolved.dense)
     return replace(whole, module=module, dense_count=count)
 
 

@@ -1,9 +1,13 @@
-"""``train.capture``: a training step recorded as a CUDA graph and replayed, one launch a step instead of thousands.
+"""``train.capture``: a training step recorded as CUDA graphs and replayed, one or two launches a step instead of thousands.
 
 A graph is fixed in shapes and addresses, and batches of histories are not. So a batch is copied into tensors that stay where they are and
 have room for more events and ids than it holds (`Room`); what is beyond is slack, which no result depends on. For each such room the first
 step is computed as usual, which also compiles and allocates what it needs, the second is recorded, and from then on it is replayed.
 Learning rates, the sample total and the random state are read from the device, so that a replayed step computes what the step would.
+
+With the core's own tables in one process the whole step is one graph. Other tables exchange ids, wait for sizes or call collectives, which
+graphs do not hold: then the step is cut where they are read. What they give goes into fixed tensors too (`FixedRows`), graphs hold the
+dense part, and the tables get the gradients of those tensors, slack left out.
 
 A recipe may change what a step computes. Its guard's ``recording()`` names that (`gem_core.Guard`): a recording serves while the name is
 the one it was made under, and a step without a name is computed as usual.
@@ -12,19 +16,24 @@ the one it was made under, and a step without a name is computed as usual.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import Config, Features
 from gem_core.errors import ConfigError, RunError
 from gem_core.jagged import Jagged
+from gem_core.model.base import RankingModel
+from gem_core.model.embedding import Embedded
 from gem_core.model.tables import LocalTables
 from gem_core.train.build import Parts
 from gem_core.train.runtime import Runtime
+
+T = TypeVar("T")
 
 MOST = 24
 """Recorded steps a run; more mean that the batches' shapes do not repeat."""
@@ -38,20 +47,35 @@ LARGE, TIGHT, ENOUGH = 16_384, 1.05, 12
 
 def check_capture(parts: Parts, config: Config, runtime: Runtime) -> None:
     """:raises ConfigError: this run's steps cannot be recorded; says why."""
-    train = config.train
+    train, several = config.train, runtime.world > 1
     reasons = {
         f"the run is on {runtime.device.type}, and only CUDA devices record steps": runtime.device.type != "cuda",
-        f"{runtime.world} processes take part, and their collectives are not recorded": runtime.world > 1,
         "train.accumulate > 1": train.accumulate > 1,
         "train.compile = true": train.compile,
-        f"the tables of parallel.sparse = {config.parallel.sparse!r} are not the core's": parts.tables is not None
-        and not isinstance(parts.tables, LocalTables),
+        f"parallel.dense = {config.parallel.dense!r} does more than average the gradients of whole copies": several
+        and parts.module is not parts.model,
+        "several processes share running statistics": several and bool(parts.buffers()),
+        "several processes update the tables by AdamW": several and train.tables.kind == "adamw",
+        f"the model {config.model.name!r} chooses the rows it reads in its forward pass, and they are read outside of the recording": cuts(
+            parts, runtime
+        )
+        and not reads_what_the_batch_says(parts.model),
         f"the model {config.model.name!r} does not say that it takes slack rows": not getattr(parts.model, "takes_slack", False),
         f"the recipe {config.precision.recipe!r} counts steps on the host": not getattr(parts.guard, "capturable", False),
     }
     for reason, met in reasons.items():
         if met:
             raise ConfigError(f"steps cannot be captured: {reason}", where="train.capture", fix="set train.capture = false")
+
+
+def cuts(parts: Parts, runtime: Runtime) -> bool:
+    """Whether a captured step is cut at the look-ups: anything but the core's own tables in one process."""
+    return runtime.world > 1 or not (parts.tables is None or isinstance(parts.tables, LocalTables))
+
+
+def reads_what_the_batch_says(model: nn.Module) -> bool:
+    """Whether the ids that the model looks up are known before its forward pass: those of the batch."""
+    return type(model).forward is RankingModel.forward
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,9 @@ class Room:
 
     def rounded(self) -> Room:
         """A sixteenth more, then up to a multiple of an eighth of the power of two below; large counts: a 64th, and a 32nd. Features of one
-        id a sample stay as they are."""
+        id a sample stay as they are, and so does all of a batch without samples: slack belongs to the last of them."""
+        if not self.size:
+            return self
         return Room(
             self.size,
             {name: _larger(n) for name, n in self.events.items()},
@@ -163,39 +189,84 @@ class FixedBatch:
 _PLAIN = ("dense", "labels", "label_mask", "weights", "num_targets", "timestamps")
 
 
+class FixedRows:
+    """What tables gave for a batch (``like``: by look-up pooled rows, or rows and offsets), in tensors that stay where they are, with the
+    slack of ``room``. `leaves` are leaves of the backward pass of what comes after.
+
+    :param memory: by look-up, rows that all rooms share, since one batch is in one room at a time.
+    """
+
+    def __init__(self, like: Embedded, room: Room, memory: dict[str, Tensor]) -> None:
+        self.leaves: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+        self._rows: dict[str, Tensor] = {}
+        for key, value in like.items():
+            rows, offsets = value if isinstance(value, tuple) else (value, None)
+            count = rows.shape[0] if offsets is None else room.events[key.split(".")[1]]
+            if key not in memory or memory[key].shape[0] < count:
+                memory[key] = _zeros(rows, count if offsets is None else count + count // 8)  # later rooms may be a little larger
+            leaf = self._rows[key] = memory[key][:count].detach().requires_grad_(rows.requires_grad)
+            self.leaves[key] = leaf if offsets is None else (leaf, torch.zeros_like(offsets))
+
+    @torch.no_grad()
+    def fill(self, looked_up: Embedded) -> None:
+        """Take the rows of a batch that fits. What slack holds are rows of batches before, or zeros."""
+        own, given = [], []
+        for key, value in looked_up.items():
+            rows, offsets = value if isinstance(value, tuple) else (value, None)
+            own.append(self._rows[key].detach()[: rows.shape[0]])
+            given.append(rows.detach())
+            if offsets is not None:
+                own.append(self.leaves[key][1])
+                given.append(offsets)
+        if own:
+            torch._foreach_copy_(own, given)
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """By look-up, where there are any, slack included; the leaves are left without."""
+        found = {}
+        for key, leaf in self._rows.items():
+            if leaf.grad is not None:
+                found[key], leaf.grad = leaf.grad, None
+        return found
+
+
+def give_back(looked_up: Embedded, gradients: Mapping[str, Tensor]) -> None:
+    """The tables' backward pass, from gradients of `FixedRows`."""
+    rows = {key: value[0] if isinstance(value, tuple) else value for key, value in looked_up.items()}
+    reached = [key for key in gradients if rows[key].requires_grad]
+    if reached:
+        torch.autograd.backward([rows[key] for key in reached], [gradients[key][: rows[key].shape[0]] for key in reached])
+
+
 class Captured:
-    """Callable on a batch and the host's three totals. ``compute(batch, totals [3]) -> outcome``: the step itself; ``state()``: the name of
-    what it computes now, None for a step that is not to be replayed."""
+    """The rooms of a run and what is recorded for each. ``state()``: the name of what a step computes now, None for a step that is not to
+    be replayed."""
 
-    def __init__(
-        self,
-        compute: Callable[[Batch, Tensor], Tensor],
-        features: Features,
-        device: torch.device,
-        state: Callable[[], Hashable | None] = tuple,
-    ) -> None:
-        self.compute, self.features, self.device, self.state = compute, features, device, state
+    def __init__(self, features: Features, device: torch.device, state: Callable[[], Hashable | None] = tuple) -> None:
+        self.features, self.device, self.state = features, device, state
         self.history = features.next_item_field()[0] if features.next_item is not None else None
-        self._recorded: list[_Recorded] = []
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorded: list[Recorded] = []
+        self._memory: dict[str, Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def __call__(self, batch: Batch, totals: list[float]) -> Tensor:
+    def enter(self, batch: Batch, totals: list[float]) -> Recorded:
+        """A room that holds ``batch`` and the host's three totals from now on."""
         found, state = self._of(batch), self.state()
         if state is not None and state != found.state:
-            found.state, found.graph, found.ran = state, None, False
+            found.forget(state)
         found.fixed.fill(batch)
         for place, value in zip(found.totals, totals):
             place.fill_(value)
-        if found.ran and found.graph is None and state is not None:
+        if found.ran and not found.records and state is not None and self._pool is not None and batch.size:
             self._record(found)
-        if found.graph is None or state is None:
-            found.ran = True
-            return self.compute(found.fixed.batch, found.totals)
-        found.graph.replay()
-        assert found.outcome is not None
-        return found.outcome.clone()
+        found.replays = found.records and state is not None
+        found.ran = True
+        return found
 
-    def _of(self, batch: Batch) -> _Recorded:
+    def _record(self, found: Recorded) -> None:
+        found.records = True
+
+    def _of(self, batch: Batch) -> Recorded:
         need = Room.of(batch)
         spare = TIGHT if len(self._recorded) < ENOUGH else SPARE
         fitting = [r for r in self._recorded if r.fixed.room.takes(need, spare)]
@@ -209,32 +280,78 @@ class Captured:
                 fix="set data.drop_last = true or a larger data.batch_size, which makes batches more alike, or train.capture = false",
             )
         fixed = FixedBatch(batch, need.rounded(), self.features, self.history)
-        self._recorded.append(_Recorded(fixed, torch.zeros(3, dtype=torch.float64, device=self.device)))
+        self._recorded.append(Recorded(fixed, torch.zeros(3, dtype=torch.float64, device=self.device), self._memory, self._pool))
         return self._recorded[-1]
-
-    def _record(self, recorded: _Recorded) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # other threads read data and pin memory meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                recorded.outcome = self.compute(recorded.fixed.batch, recorded.totals)
-        except RuntimeError as error:
-            raise RunError(
-                f"the step cannot be recorded: {str(error).splitlines()[0]}",
-                where="train.capture",
-                fix="something in it waits for the device; choose other kernels ([kernels]), or set train.capture = false",
-            ) from error
-        recorded.graph = graph
 
 
 @dataclass
-class _Recorded:
+class Recorded:
+    """One room: its tensors and the recorded parts of a step in it. ``totals [3]`` fp64: weight, samples and the wish to stop."""
+
     fixed: FixedBatch
     totals: Tensor
+    memory: dict[str, Tensor]
+    pool: Any = None
     state: Hashable = None
     ran: bool = False
-    graph: torch.cuda.CUDAGraph | None = None
-    outcome: Tensor | None = None
+    records: bool = False
+    replays: bool = False
+    """Whether the parts of the current step are replayed, those not recorded yet after they were."""
+    rows: FixedRows | None = None
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
+
+    def part(self, name: str, compute: Callable[[], T]) -> T:
+        """The result of ``compute``, which reads and gives tensors that stay where they are."""
+        if not self.replays:
+            return compute()
+        if name not in self.graphs:
+            self.graphs[name] = recorded(compute, self.pool)
+        graph, result = self.graphs[name]
+        graph.replay()
+        return result  # type: ignore[no-any-return]
+
+    def look_up(self, looked_up: Embedded) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+        """What the tables gave, in this room."""
+        if self.rows is None:
+            self.rows = FixedRows(looked_up, self.fixed.room, self.memory)
+        self.rows.fill(looked_up)
+        return self.rows.leaves
+
+    def forget(self, state: Hashable) -> None:
+        """What was recorded is of no use: steps compute ``state`` now."""
+        self.state, self.ran, self.records = state, False, False
+        self.graphs.clear()
+
+
+def recorded(compute: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """``compute`` as a graph, and its result, which the graph's replays fill.
+
+    :raises RunError: something in it cannot be recorded. The process can go on computing and recording.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # other threads read data and pin memory meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = compute()
+    except RuntimeError as error:
+        _leave_recording(stream, pool)
+        raise RunError(
+            f"the step cannot be recorded: {str(error.__context__ or error).splitlines()[0]}",
+            where="train.capture",
+            fix="something in it waits for the device; choose other kernels ([kernels]), or set train.capture = false",
+        ) from error
+    return graph, result
+
+
+def _leave_recording(stream: torch.cuda.Stream, pool: Any) -> None:
+    """What torch leaves undone when a recording fails: its stream stays the current one, the allocator's pool stays open, and the random
+    generator believes that it is recorded."""
+    torch.cuda.set_stream(stream)
+    index = stream.device.index
+    with suppress(RuntimeError):  # it was closed already
+        torch._C._cuda_endAllocateToPool(index, pool)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _rows(name: str, group: SequenceGroup) -> int:

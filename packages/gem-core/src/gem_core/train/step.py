@@ -8,8 +8,8 @@ it ``lag`` steps later, the same number on every rank, so that all ranks draw th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from gem_core.batch import Batch, SparseGroup
 from gem_core.config import Config
 from gem_core.errors import ConfigError
-from gem_core.model.base import RankingModel
+from gem_core.model.contract import ModelOutput
 from gem_core.model.loss import task_loss
 from gem_core.model.tables import LocalTables, sparse_group
 from gem_core.train.build import Parts
-from gem_core.train.captured import Captured, check_capture
+from gem_core.train.captured import Captured, Recorded, check_capture, cuts, give_back, reads_what_the_batch_says
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter
 from gem_core.train.optim import DenseAdamW, RowwiseAdagrad
+from gem_core.train.replicas import SharedGradients
 from gem_core.train.runtime import Runtime
 
 _FIELDS = ("loss", "weight", "bad_loss", "stop", "samples", "bad_gradient", "grad_norm")
@@ -61,7 +62,8 @@ class TrainStep:
         if capture:
             check_capture(parts, config, runtime)
         self._whole_tables = _adamw_tables(parts) if config.train.tables.kind == "adamw" else {}
-        self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime, lr_on_device=capture)
+        recorded = capture and runtime.device.type == "cuda"
+        self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime, lr_on_device=recorded)
         self.tables: RowwiseAdagrad | None = None
         self._gate = torch.ones((), dtype=torch.bool, device=runtime.device)
         if parts.tables is not None and not self._whole_tables:
@@ -70,11 +72,8 @@ class TrainStep:
                 parts.tables.register_forward_hook(self._gated)  # type: ignore[attr-defined]
             else:
                 states = parts.tables.table_states()  # type: ignore[attr-defined]
-                self.tables = RowwiseAdagrad(states, config.train.tables, runtime, lr_on_device=capture)
-        # the items that a retrieval model scores are drawn in its forward pass
-        # Of models with a forward of their own it is not known which ids they will look up.
-        plain = type(parts.model).forward is RankingModel.forward
-        self._prefetch = getattr(parts.tables, "prefetch", None) if plain else None
+                self.tables = RowwiseAdagrad(states, config.train.tables, runtime, lr_on_device=recorded)
+        self._prefetch = getattr(parts.tables, "prefetch", None) if reads_what_the_batch_says(parts.model) else None
         self._after_backward = getattr(parts.tables, "after_backward", None) if self.tables is None else None
         self._ahead: tuple[Fed, SparseGroup] | None = None
         self._given: SparseGroup | None = None
@@ -84,7 +83,12 @@ class TrainStep:
         self._weights = torch.tensor([label.weight for label in config.features.labels.values()], device=runtime.device)
         self._mark: Callable[[str | None], None] = meter.mark
         names = getattr(parts.guard, "recording", tuple)
-        self._captured = Captured(self._silent, config.features, runtime.device, names) if capture else None
+        self._captured = Captured(config.features, runtime.device, names) if capture else None
+        self._cuts = capture and cuts(parts, runtime)
+        if capture and not self._cuts and parts.tables is not None:
+            parts.tables.small_dense = True  # type: ignore[attr-defined]
+        self._table_norm = torch.zeros((), device=runtime.device)
+        self._shared = SharedGradients(self.dense.parameters, runtime) if self._cuts and runtime.world > 1 else None
 
     def set_lr(self, factor: float) -> float:
         """Scale both learning rates; returns the dense one."""
@@ -107,25 +111,31 @@ class TrainStep:
         """``following``: the batch after ``batches``, where it is known and `looks_ahead`."""
         totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]
         if self._captured is not None:
-            vector = self._captured(batches[0].batch, totals)
+            room = self._captured.enter(batches[0].batch, totals)
+            with self._unmarked():
+                if self._cuts:
+                    vector = self._cut(room, batches[0], following)
+                else:
+                    vector = room.part("step", lambda: self._compute([room.fixed.batch], room.totals))
             self.meter.mark("captured")
-            return vector
+            return vector.clone()
         # torch.full, unlike torch.tensor, brings a host number to the device without waiting.
         there = [torch.full((), value, dtype=torch.float64, device=self.runtime.device) for value in totals]
         return self._compute([fed.batch for fed in batches], torch.stack(there), batches, following)
 
-    def _silent(self, batch: Batch, totals: Tensor) -> Tensor:
-        """The step without times of its phases, whose marks cannot be recorded."""
+    @contextmanager
+    def _unmarked(self) -> Iterator[None]:
+        """A step without times of its phases, whose marks cannot be recorded."""
         self._mark = lambda _phase: None
         try:
-            return self._compute([batch], totals)
+            yield
         finally:
             self._mark = self.meter.mark
 
     def _compute(self, batches: Sequence[Batch], totals: Tensor, feds: Sequence[Fed] = (), following: Fed | None = None) -> Tensor:
         """``totals [3]`` fp64: weight, samples and the wish to stop. ``feds``: where the batches came from."""
         world, device = self.runtime.world, self.runtime.device
-        before = [b.clone() for b in self._buffers]
+        before = self._kept_buffers()
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         table_norm = torch.zeros((), device=device)
         ok = torch.ones((), dtype=torch.bool, device=device)
@@ -135,13 +145,12 @@ class TrainStep:
                     self._given = self._ahead[1]
                 output = self.parts.module(batch)
                 self._given = None
-                output = replace(output, logits=output.logits.float())
-                loss = task_loss(output, batch, task_weights=self._weights, total=1.0)
-                own = torch.stack([loss.detach().double(), (~torch.isfinite(loss)).double()])
+                loss = self._loss(output, batch)
+                own = _told(loss)
                 numbers = self.runtime.all_reduce(torch.cat([own, totals]))
                 if i == 0:
-                    _, _, weight, samples, stops = numbers
-                    scale = world / torch.where(weight > 0, weight, 1.0)
+                    whole = numbers[2:]
+                    scale = _scale(whole[0], world)
                     totals = torch.zeros_like(totals)
                 good = numbers[1] == 0
                 ok &= good
@@ -151,26 +160,85 @@ class TrainStep:
                 self._mark("forward")
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             self._mark("backward")
-            if self.tables is not None:
-                table_norm += self.tables.step(good)
-                self._mark("optimizer")
-            elif self._after_backward is not None:
-                squared = self._after_backward(good)
-                table_norm += 0.0 if squared is None else squared
-                self._mark("optimizer")
+            squared = self._step_tables(good)
+            table_norm += 0.0 if squared is None else squared
         if world > 1:
             for table in self._whole_tables.values():
                 table.grad = torch.zeros_like(table) if table.grad is None else table.grad
                 self.runtime.all_reduce(table.grad.div_(world))
         norm = self.dense.grad_norm()
-        finite = torch.isfinite(table_norm) if norm is None else torch.isfinite(norm) & torch.isfinite(table_norm)
-        bad_gradient = self.runtime.all_reduce((ok & ~finite).double())
+        return self._update(ok, norm, self.runtime.all_reduce(_bad_gradient(ok, norm, table_norm)), before, loss_sum, whole)
+
+    def _cut(self, room: Recorded, fed: Fed, following: Fed | None) -> Tensor:
+        """The step with its look-ups, its tables' backward pass and its collectives outside of what is recorded.
+
+        Processes choose their rooms by themselves, and which of them record or replay makes no difference to the others.
+        """
+        runtime, tables = self.runtime, self.parts.tables
+        looked_up: Mapping[str, Any] = {}
+        if tables is not None:
+            ahead = self._ahead is not None and self._ahead[0] is fed
+            looked_up = tables(self._ahead[1] if ahead else sparse_group(fed.batch, tables.table_set.lookups))  # type: ignore[index]
+        leaves = room.look_up(looked_up)
+        # Before the dense part, which the exchange of the next ids would wait for otherwise.
+        self._look_ahead(following)
+        runtime.all_reduce(room.totals)
+        own, gradients, before = room.part("dense", lambda: self._dense_part(room, leaves))
+        numbers = runtime.all_reduce(own)
+        torch.eq(numbers[1], 0, out=self._gate)
+        if self._shared is not None:
+            self._shared.begin()
+        give_back(looked_up, gradients)
+        squared = self._step_tables(self._gate)
+        if squared is not None:
+            self._table_norm.copy_(squared)
+        if self._shared is not None:
+            self._shared.finish()
+        return room.part("update", lambda: self._cut_update(numbers, before, room.totals))
+
+    def _dense_part(self, room: Recorded, leaves: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        """This process's loss and whether it is not finite ``[2]`` fp64, gradients of ``leaves``, and buffers as they were."""
+        before = self._kept_buffers()
+        loss = self._loss(self.parts.model(room.fixed.batch, leaves), room.fixed.batch)
+        (loss * _scale(room.totals[0], self.runtime.world)).backward()  # type: ignore[no-untyped-call]
+        if self._shared is not None:
+            self._shared.take()
+        assert room.rows is not None
+        return _told(loss), room.rows.take_gradients(), before
+
+    def _cut_update(self, numbers: Tensor, before: list[Tensor], totals: Tensor) -> Tensor:
+        # Averaged gradients are the same everywhere, and so is what follows from them.
+        norm = self.dense.grad_norm()
+        return self._update(self._gate, norm, _bad_gradient(self._gate, norm, self._table_norm), before, numbers[0], totals)
+
+    def _update(
+        self, ok: Tensor, norm: Tensor | None, bad_gradient: Tensor, before: list[Tensor], loss_sum: Tensor, totals: Tensor
+    ) -> Tensor:
+        """The dense optimizer; ``totals``: of all ranks. Returns the outcome."""
+        weight, samples, stops = totals
         self.dense.step(ok & (bad_gradient == 0), self.config.train.clip_norm, norm)
         for buffer, old in zip(self._buffers, before):
             buffer.copy_(torch.where(ok, buffer, old))
         self._mark("optimizer")
-        norm = torch.zeros((), device=device) if norm is None else norm
+        norm = torch.zeros((), device=ok.device) if norm is None else norm
         return torch.stack([loss_sum, weight, (~ok).double(), stops, samples, bad_gradient, norm.double()])
+
+    def _loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        return task_loss(replace(output, logits=output.logits.float()), batch, task_weights=self._weights, total=1.0)
+
+    def _step_tables(self, good: Tensor) -> Tensor | None:
+        """What of the tables' update is not part of the backward pass; returns the squared norm of their gradients where it is known."""
+        squared: Tensor | None = None
+        if self.tables is not None:
+            squared = self.tables.step(good)
+            self._mark("optimizer")
+        elif self._after_backward is not None:
+            squared = self._after_backward(good)
+            self._mark("optimizer")
+        return squared
+
+    def _kept_buffers(self) -> list[Tensor]:
+        return [b.clone() for b in self._buffers]
 
     def _no_sync(self, wanted: bool) -> Any:
         enter = getattr(self.parts.module, "no_sync", None)
@@ -212,6 +280,22 @@ def _adamw_tables(parts: Parts) -> dict[str, nn.Parameter]:
         )
     parts.tables.sparse = False
     return {f"tables.{name}": state.weight for name, state in parts.tables.table_states().items()}
+
+
+def _told(loss: Tensor) -> Tensor:
+    """``[2]`` fp64: the loss and whether it is not finite."""
+    return torch.stack([loss.detach().double(), (~torch.isfinite(loss)).double()])
+
+
+def _scale(weight: Tensor, world: int) -> Tensor:
+    """What the loss summed over samples is multiplied by, so that the mean of the processes' gradients is that of the mean loss."""
+    return world / torch.where(weight > 0, weight, 1.0)
+
+
+def _bad_gradient(ok: Tensor, norm: Tensor | None, table_norm: Tensor) -> Tensor:
+    """Fp64 scalar: whether a step with a finite loss has gradients that are not."""
+    finite = torch.isfinite(table_norm) if norm is None else torch.isfinite(norm) & torch.isfinite(table_norm)
+    return (ok & ~finite).double()
 
 
 class _Gate(torch.autograd.Function):

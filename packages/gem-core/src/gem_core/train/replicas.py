@@ -1,0 +1,138 @@
+"""Gradients of whole copies of the dense part, averaged over all processes beside the backward pass of a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gem_core.errors import RunError
+from gem_core.train.runtime import Runtime
+
+BUCKET = 64 << 20
+"""Bytes of gradients that travel together."""
+
+ALIGNED = 64
+"""Elements; every gradient begins at a multiple, so that vectorised kernels take all of them alike."""
+
+
+class SharedGradients:
+    """The gradients of ``parameters`` in a few tensors, each of which is on its way as soon as the backward pass has filled it.
+
+    A step calls `take` after its backward pass (recorded with it), `begin`, and `finish` before its optimizer. The averages are never
+    part of a recording: a recorded backward pass marks events that the exchange waits for, so that a process may replay while another
+    computes. Parameters without a gradient on any process in the first step keep none.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], runtime: Runtime) -> None:
+        self.parameters, self.runtime = parameters, runtime
+        self._buckets: list[_Bucket] = []
+        self._of: dict[str, _Bucket] = {}
+        self._order: list[str] | None = []
+        self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._works: list[Any] = []
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._there, name))
+
+    def _there(self, name: str, _parameter: Tensor) -> None:
+        if self._order is not None:
+            self._order.append(name)
+            return
+        bucket = self._of.get(name)
+        if bucket is None:
+            raise RunError(
+                f"{name} has no gradient in the first step of any process, and one in a later step",
+                where="train.capture",
+                fix="set train.capture = false, and find_unused = true of the dense strategy",
+            )
+        bucket.found.append(name)
+        if len(bucket.found) == len(bucket.places):
+            bucket.close(self.parameters, self.runtime.world)
+
+    def take(self) -> None:
+        """Let the parameters' gradients be views of tensors that hold them, over the number of processes. The first call exchanges on the
+        host which parameters have some, and in which order."""
+        if self._order is not None:
+            self._lay_out(self._order)
+        for bucket in self._buckets:
+            if not bucket.closed:
+                bucket.close(self.parameters, self.runtime.world)
+            bucket.closed = False
+
+    def begin(self) -> None:
+        """Send every bucket off once it is filled."""
+        if self._side is None:
+            self._works = [dist.all_reduce(bucket.flat, async_op=True) for bucket in self._buckets]
+            return
+        with torch.cuda.stream(self._side):
+            for bucket in self._buckets:
+                self._side.wait_event(bucket.filled)
+                self._works.append(dist.all_reduce(bucket.flat, async_op=True))
+
+    def finish(self) -> None:
+        """Let the current stream wait for the averages."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _lay_out(self, own: list[str]) -> None:
+        """All ranks take the order of rank 0, then what only others have."""
+        ranks = self.runtime.gather_objects(own)
+        names = dict.fromkeys(name for order in ranks for name in order)
+        parts: list[list[str]] = []
+        size, dtype = BUCKET, None
+        for name in names:
+            p = self.parameters[name]
+            if size >= BUCKET or p.dtype != dtype:
+                parts.append([])
+                size, dtype = 0, p.dtype
+            parts[-1].append(name)
+            size += p.numel() * p.element_size()
+        for part in parts:
+            bucket = _Bucket.of({name: self.parameters[name] for name in part}, self._side is not None)
+            self._buckets.append(bucket)
+            self._of |= dict.fromkeys(part, bucket)
+        for name in own:
+            self._of[name].found.append(name)
+        self._order = None
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    places: dict[str, Tensor]
+    filled: Any
+    found: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, nn.Parameter], on_cuda: bool) -> _Bucket:
+        starts, end = [], 0
+        for p in parameters.values():
+            starts.append(end)
+            end += -(-p.numel() // ALIGNED) * ALIGNED
+        flat = next(iter(parameters.values())).detach().new_zeros(end)
+        places = {name: flat[a : a + p.numel()].view(p.shape) for (name, p), a in zip(parameters.items(), starts)}
+        # External: in a recording it is something that streams outside of it may wait for.
+        event = torch.cuda.Event(external=True) if on_cuda else None  # type: ignore[no-untyped-call]
+        return cls(flat, places, event)
+
+    @torch.no_grad()
+    def close(self, parameters: Mapping[str, nn.Parameter], world: int) -> None:
+        """Take in what gradients there are, zeros for the others."""
+        for name in self.places.keys() - set(self.found):
+            self.places[name].zero_()
+        if self.found:
+            given = [parameters[name].grad for name in self.found]
+            torch._foreach_copy_([self.places[name] for name in self.found], given)  # type: ignore[arg-type]
+        self.flat.mul_(1 / world)
+        for name, place in self.places.items():
+            parameters[name].grad = place
+        if self.filled is not None:
+            self.filled.record()
+        self.found, self.closed = [], True

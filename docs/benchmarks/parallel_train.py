@@ -1,203 +1,328 @@
-"""Training of a preset on several GPUs: speed of every arrangement, weak scaling, and equality with one GPU.
+"""Training on the GPUs of one host: equality with one GPU, held-out NE, and the step of every arrangement.
 
-    python docs/benchmarks/parallel_train.py speed --out OUT                 # rows of four GPUs, one row in processes of its own
-    python docs/benchmarks/parallel_train.py equal --out OUT --steps 200     # per-step losses of the same global batches
-    python docs/benchmarks/parallel_train.py ne --out OUT --steps 300        # held-out NE on the planted log, an arrangement a row
+    torchrun --nproc-per-node 2 docs/benchmarks/parallel_train.py equal ne speed host --out OUT
 
-Every row is printed and written as soon as it is known; a row that fails is recorded with its error.
+The processes start once and stay, so that kernels are compiled and libraries loaded once. Before they join, each is alone: rank 0 times the
+rows of one GPU, and the last rank trains what `equal` is held against. Every row is printed and written as soon as it is known; a row that
+fails is recorded with its error.
+
+equal   losses of the same global batches in the same order: bf16 over 200 steps, fp32 over 20 (``--preset-equal``)
+ne      held-out NE of the arrangements on the planted log, against that of the first one
+speed   rows of the ladder ``scaling`` of `gemrec bench train` (``--preset``)
+host    the same steps with 8 samples a GPU, which take as long as the host needs to launch them
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import subprocess
-import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from gem_core.bench import ladder
-from gem_core.bench.ladder import Row
-from gem_core.hookspecs import LadderSpec
+from gem_core.bench.ladder import SEVERAL, Row
+from gem_core.bench.step import measure
+from gem_core.config import load_config, resolve
+from gem_core.model.loss import batch_total
+from gem_core.ops import use_policy
+from gem_core.train.build import build_parts, build_source
+from gem_core.train.feed import Fed
+from gem_core.train.measure import Meter, peak
+from gem_core.train.runfolder import environment
+from gem_core.train.runtime import runtime
+from gem_core.train.step import Outcomes, TrainStep
+from gem_core.train.trainer import Trainer
+from gem_parallel.bench.scaling import CAPTURED
+from gem_parallel.bench.scaling import rows as scaling_rows
 
-TORCHREC_1D = ("parallel.sparse=torchrec",)
-TORCHREC_2D = ("parallel.sparse=torchrec-2d",)
-TORCHREC_FULL = ("parallel.sparse=torchrec-2d", "parallel.torchrec-2d.fully_sharded=true")
-GEM_2D = ("parallel.sparse=gem-2d",)
-TOUCHED = ("parallel.sparse=gem-2d", "parallel.gem-2d.exchange=touched")
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+EQUAL = (("bf16", 200), ("fp32", 20))
 
 
-def rows(gpus: int, gathered: str = "fp32") -> list[Row]:
-    """Arrangements of ``gpus`` processes, the single GPU first; sharded parameters are gathered in ``gathered``."""
-    half = gpus // 2
-    flat, two = (f"parallel.model={gpus}",), (f"parallel.model={half}", "parallel.replica=2")
-    fsdp = ("parallel.dense=fsdp", f"parallel.fsdp.param_dtype={gathered}")
-    hsdp = ("parallel.dense=hsdp", "parallel.replicate=2", f"parallel.hsdp.param_dtype={gathered}")
-    experts = (*fsdp, "parallel.expert=2")
-    return [
-        Row("1 GPU", ("parallel.sparse=fbgemm",)),
-        Row("1D: DDP, TorchRec", ("parallel.dense=ddp", *TORCHREC_1D, *flat), gpus=gpus),
-        Row("1D: FSDP, TorchRec", (*fsdp, *TORCHREC_1D, *flat), gpus=gpus),
-        Row("2D: HSDP, TorchRec 2D", (*hsdp, *TORCHREC_2D, *two), gpus=gpus),
-        Row("fully sharded: TorchRec", (*hsdp, *TORCHREC_FULL, *two), gpus=gpus),
-        Row("fully sharded: whole", (*hsdp, *GEM_2D, *two), gpus=gpus),
-        Row("fully sharded: touched", (*hsdp, *TOUCHED, *two), gpus=gpus),
-        Row("EP 2: FSDP, TorchRec", (*experts, *TORCHREC_1D, *flat), gpus=gpus),
-        Row("EP 2, fully sharded: touched", (*experts, *TOUCHED, *two), gpus=gpus),
-        Row("2 GPUs: DDP, TorchRec", ("parallel.dense=ddp", *TORCHREC_1D, "parallel.model=2"), gpus=2),
+def arrangements(world: int, gathered: str, cuda: bool) -> list[Row]:
+    """What `equal` and `ne` train: one-dimensional tables first."""
+    half = world // 2
+    fsdp, hsdp = (f"parallel.fsdp.param_dtype={gathered}",), ("parallel.replicate=2", f"parallel.hsdp.param_dtype={gathered}")
+    flat = ("parallel.sparse=torchrec" if cuda else "parallel.sparse=gem-2d", f"parallel.model={world}")
+    two = (f"parallel.model={half}", "parallel.replica=2")
+    whole, touched = ("parallel.sparse=gem-2d", *two), ("parallel.sparse=gem-2d", *two, "parallel.gem-2d.exchange=touched")
+    found = [
+        Row("1D: DDP", ("parallel.dense=ddp", *flat)),
+        Row("1D: FSDP", ("parallel.dense=fsdp", *fsdp, *flat)),
+        Row("EP 2", ("parallel.dense=fsdp", "parallel.expert=2", *fsdp, *flat)),
+        Row("fully sharded, touched", ("parallel.dense=hsdp", *hsdp, *touched)),
+        Row("fully sharded, whole", ("parallel.dense=hsdp", *hsdp, *whole)),
     ]
+    if cuda:
+        found.append(Row("2D: TorchRec", ("parallel.dense=hsdp", *hsdp, "parallel.sparse=torchrec-2d", *two)))
+    return [Row(row.name, row.overrides, gpus=world) for row in found]
 
 
-def configuration(out: Path, args: argparse.Namespace, data: str) -> Path:
-    path = out / f"{args.preset}-{args.stage}.toml"
-    path.write_text(f'[data]\n{data}\n[model]\npreset = "{args.preset}"\n[precision]\nrecipe = "{args.recipe}"\n')
-    return path
+class Run:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.began = args, time.monotonic()
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.cuda = torch.cuda.is_available()
+        self.found: dict[str, list[dict[str, Any]]] = {part: [] for part in args.parts}
+        self.references: dict[str, list[float]] = {}
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
+
+    def config(self, preset: str, source: str) -> Path:
+        path = self.args.out / f"{preset}-{source}-{self.rank}.toml"
+        data = f'[data.random]\npreset = "{preset}"' if source == "random" else ""
+        path.write_text(f'[data]\nsource = "{source}"\n{data}\n[model]\npreset = "{preset}"\n')
+        return path
+
+    def speed_settings(self, batch: int) -> list[str]:
+        return [f"precision.recipe={self.args.recipe}", f"data.batch_size={batch}", *self.args.overrides]
+
+    def ladder_rows(self) -> list[Row]:
+        config = load_config(self.config(self.args.preset, "random"), self.speed_settings(self.args.batch))
+        every = [row for row in scaling_rows(config, self.world) if row.gpus in (1, self.world)]
+        return [row for row in every if not self.args.row or row.name in self.args.row]
+
+    # Before the processes join
+
+    def alone(self) -> None:
+        """Rank 0 times one GPU; the last one trains the references."""
+        with _without_launcher():
+            if self.rank == self.world - 1 and "equal" in self.args.parts:
+                for recipe, steps in EQUAL:
+                    self.references[recipe] = losses(self.equal_config(), self.equal_settings(recipe), min(steps, self.args.steps_equal))
+                    self.say(f"reference {recipe}: {len(self.references[recipe])} steps, last loss {self.references[recipe][-1]:.6f}")
+            if self.rank == 0 and self.args.after is not None:
+                self.warm_up()
+            if self.rank == 0 and "speed" in self.args.parts:
+                for row in (r for r in self.ladder_rows() if r.gpus == 1):
+                    self.keep("speed", self.attempt(lambda row=row: self.timed(row, self.args.batch), row))
+                    _clean()
+                    if "host" in self.args.parts and CAPTURED not in row.overrides:
+                        self.keep("host", self.attempt(lambda row=row: self.timed(row, 8), row))
+                        _clean()
+
+    def warm_up(self) -> None:
+        """Compile, then wait for what runs beside."""
+        row = next(r for r in self.ladder_rows() if r.gpus == 1)
+        config = load_config(self.config(self.args.preset, "random"), [*self.speed_settings(self.args.batch), *row.overrides])
+        measure(config, steps=1, warmup=1)
+        _clean()
+        self.say("compiled")
+        until = self.began + self.args.after_limit
+        while not self.args.after.exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        self.say(f"{self.args.after.name} {'is there' if self.args.after.exists() else 'never came'}")
+
+    # Parts
+
+    def equal_config(self) -> Path:
+        return self.config(self.args.preset_equal, "random")
+
+    def equal_settings(self, recipe: str) -> list[str]:
+        single = ["parallel.sparse=fbgemm"] if self.cuda else []
+        return [f"precision.recipe={recipe}", "train.optimizer.lr=0.0001", *self.args.overrides, *single]
+
+    def equal(self) -> None:
+        for recipe, steps in EQUAL:
+            for row in arrangements(self.world, "bf16" if recipe == "bf16" else "fp32", self.cuda):
+                one_d = row.name == "1D: DDP"
+                count = min(steps if one_d else 20, self.args.steps_equal)
+                if recipe == "bf16" and not one_d:
+                    continue
+
+                def run(row: Row = row, recipe: str = recipe, count: int = count) -> dict[str, Any]:
+                    got = losses(self.equal_config(), [*self.equal_settings(recipe), *row.overrides], count)
+                    want = self.references[recipe][:count]
+                    off = [abs(a - b) / abs(b) for a, b in zip(got, want)]
+                    return {
+                        "recipe": recipe,
+                        "steps": count,
+                        "off_first_20": max(off[:20]),
+                        "off": max(off),
+                        "losses": got,
+                        "one GPU": want,
+                    }
+
+                self.each("equal", run, row)
+
+    def ne(self) -> None:
+        steps, batch = self.args.steps_ne, self.args.batch_ne
+        config = self.config(self.args.preset_equal, "synthetic")
+        given = [f"data.synthetic.rows={batch * self.world * steps}", f"data.synthetic.eval_rows={self.args.eval_rows}"]
+        given += [f"data.batch_size={batch}", f"train.steps={steps}", "train.tensorboard=false", *self.args.overrides]
+        for row in arrangements(self.world, "fp32", self.cuda):
+            if row.name in ("1D: FSDP", "EP 2"):
+                continue
+
+            def run(row: Row = row) -> dict[str, Any]:
+                folder = Path(self.args.runs) / row.name.replace(" ", "-").replace(":", "").replace(",", "")
+                trainer = Trainer(load_config(config, [*given, *row.overrides]), run_dir=folder, quiet=True, overwrite=True)
+                result = trainer.run()
+                found = {task: values["ne"] for task, values in result.tasks.items()}
+                first = next((r["ne"] for r in self.found["ne"] if "ne" in r), found)
+                return {"steps": result.steps, "ne": found, "ratio": {t: v / first[t] - 1 for t, v in found.items()}}
+
+            self.each("ne", run, row)
+
+    def speed(self) -> None:
+        self._rows("speed", self.args.batch)
+
+    def host(self) -> None:
+        self._rows("host", 8)
+
+    def _rows(self, part: str, batch: int) -> None:
+        eager = [r for r in self.ladder_rows() if CAPTURED not in r.overrides]
+        for row in (r for r in (eager if part == "host" else self.ladder_rows()) if r.gpus == self.world and self.world > 1):
+            self.each(part, lambda row=row: self.timed(row, batch), row)  # type: ignore[misc]
+
+    def timed(self, row: Row, batch: int) -> dict[str, Any]:
+        config = load_config(self.config(self.args.preset, "random"), [*self.speed_settings(batch), *row.overrides])
+        held = torch.cuda.memory_allocated() if self.cuda else 0
+        steps = self.args.steps if batch == self.args.batch else 10
+        result = measure(config, steps=steps, warmup=self.args.warmup, profiled=self.args.profile and batch == self.args.batch)
+        return {"batch_size": batch, "held_before_bytes": held, **result}
+
+    # Rows
+
+    def each(self, part: str, run: Callable[[], dict[str, Any]], row: Row) -> None:
+        """One row on all ranks, if there is time; rank 0 keeps it."""
+        left = [self.args.budget - (time.monotonic() - self.began)]
+        dist.broadcast_object_list(left, 0)
+        if left[0] < self.args.least:
+            record: dict[str, Any] = _named(row) | {"error": "not started: the time is up"}
+        else:
+            record = self.attempt(run, row)
+        errors: list[Any] = [None] * self.world
+        dist.all_gather_object(errors, record.get("error"))
+        if any(errors):
+            record = _named(row) | {"error": next(e for e in errors if e)}
+        self.keep(part, record)
+        _clean()
+
+    def attempt(self, run: Callable[[], dict[str, Any]], row: Row) -> dict[str, Any]:
+        try:
+            return _named(row) | run()
+        except Exception as fault:
+            if not isinstance(fault, torch.OutOfMemoryError):
+                print(f"rank {self.rank}, {row.name}: {traceback.format_exc()[-1500:]}", flush=True)
+            return _named(row) | {"error": f"{type(fault).__name__}: {str(fault).splitlines()[0][:250]}"}
+
+    def keep(self, part: str, record: dict[str, Any]) -> None:
+        self.found[part].append(record)
+        if self.rank:
+            return
+        if part in ("speed", "host") and "error" not in record:
+            captured = CAPTURED in record["overrides"]
+            singles = [r for r in self.found[part] if r["gpus"] == 1 and "error" not in r and (CAPTURED in r["overrides"]) == captured]
+            if singles and record["gpus"] > 1:
+                record["scaling"] = record["samples_per_s"] / record["gpus"] / singles[0]["samples_per_s"]
+            self.say(f"{part}: {ladder.line(record, SEVERAL)}  {record['step_ms_range']}")
+        else:
+            told = {k: v for k, v in record.items() if k not in ("losses", "one GPU", "overrides")}
+            self.say(f"{part}: {told}")
+        name = {"speed": f"train-{self.args.preset}-scaling", "host": f"train-{self.args.preset}-host"}.get(part, f"parallel-{part}")
+        data: Any = {"environment": environment(torch.device("cuda", 0) if self.cuda else torch.device("cpu")), "rows": self.found[part]}
+        if part in ("speed", "host"):
+            data = {"ladder": "scaling", "overrides": self.speed_settings(record.get("batch_size", self.args.batch)), **data}
+        (self.args.out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
-def speed(out: Path, args: argparse.Namespace) -> None:
-    """Times of training steps; ``scaling`` is samples a second and GPU over those of one GPU."""
-    config = configuration(out, args, f'source = "random"\n[data.random]\npreset = "{args.preset}"')
-    gathered = "bf16" if args.recipe == "bf16" else "fp32"
-    spec = LadderSpec("parallel", lambda config, devices: rows(args.gpus, gathered), profile=args.profile)
-    ladder.climb(
-        str(config), spec, rows=args.row, preset=args.preset, batch_size=args.batch, steps=args.steps, warmup=args.warmup,
-        budget_s=args.budget, row_limit_s=args.row_limit, overrides=args.overrides, out=out, say=lambda line: print(line, flush=True),
-    )  # fmt: skip
+def _named(row: Row) -> dict[str, Any]:
+    return {"row": row.name, "gpus": row.gpus, "overrides": list(row.overrides)}
 
 
-def equal(out: Path, args: argparse.Namespace) -> None:
-    """Losses of each arrangement against those of the first row, or of ``--reference``, on the same batches in the same order."""
-    config = configuration(out, args, f'source = "random"\n[data.random]\npreset = "{args.preset}"')
-    chosen = [r for r in rows(args.gpus, "bf16" if args.recipe == "bf16" else "fp32") if not args.row or r.name in args.row]
-    results: list[dict[str, Any]] = json.loads(args.reference.read_text())[:1] if args.reference else []
-    began = time.monotonic()
-    for row in chosen:
-        left = args.budget - (time.monotonic() - began)
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.gpus}", __file__]
-        words += ["worker", str(config), "--steps", str(args.steps), "--batch", str(args.batch), "--out", str(out)]
-        words += [w for o in (*args.overrides, *row.overrides) for w in ("--set", o)]
-        record: dict[str, Any] = {"row": row.name, "gpus": row.gpus, "overrides": row.overrides}
-        record |= {"error": "not started: the time is up"} if left < 20 else run(words, min(left, args.row_limit))
-        if "losses" in record and results and "losses" in results[0]:
-            off = [abs(a - b) / abs(b) for a, b in zip(record["losses"], results[0]["losses"])]
-            record |= {"off_first_20": max(off[:20]), "off": max(off)}
-        results.append(record)
-        told = record.get("error") or f"{len(record['losses'])} steps, last loss {record['losses'][-1]:.6f}"
-        told += f", off {record['off_first_20']:.2e} (20 steps), {record['off']:.2e}" if "off" in record else ""
-        print(f"{row.name:30} {told}", flush=True)
-        (out / f"equal-{args.preset}-{args.recipe}.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def ne(out: Path, args: argparse.Namespace) -> None:
-    """`gemrec train` on the planted log; final held-out NE against that of the first arrangement."""
-    steps = args.steps
-    data = f'source = "synthetic"\n[data.synthetic]\nrows = {args.batch * args.gpus * steps}\neval_rows = 200000'
-    config = configuration(out, args, data)
-    results: list[dict[str, Any]] = []
-    began = time.monotonic()
-    for row in (r for r in rows(args.gpus) if r.gpus == args.gpus and (not args.row or r.name in args.row)):
-        left = args.budget - (time.monotonic() - began)
-        folder = Path(args.runs) / row.name.replace(" ", "-").replace(":", "").replace(",", "")
-        settings = [*args.overrides, *row.overrides, f"data.batch_size={args.batch}", f"train.steps={steps}", "train.tensorboard=false"]
-        command = "import sys; from gem_core.cli import main; sys.exit(main())"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.gpus}", "--no-python"]
-        words += [sys.executable, "-c", command, "train", str(config), "--run-dir", str(folder), "--overwrite", "--quiet"]
-        words += [w for s in settings for w in ("--set", s)]
-        record: dict[str, Any] = {"row": row.name, "gpus": row.gpus, "overrides": row.overrides}
-        record |= {"error": "not started: the time is up"} if left < 20 else run(words, min(left, args.row_limit), json_line=False)
-        if "error" not in record:
-            summary = json.loads((folder / "summary.json").read_text())
-            record |= {"ne": {t: m["ne"] for t, m in summary["tasks"].items()}, "wall_s": summary["wall_s"], "steps": summary["steps"]}
-            first = next((r for r in results if "ne" in r), record)
-            record["ne_ratio"] = {t: v / first["ne"][t] - 1 for t, v in record["ne"].items()}
-        results.append(record)
-        told = record.get("error") or "  ".join(f"{t} NE {v:.5f} ({record['ne_ratio'][t]:+.3%})" for t, v in record["ne"].items())
-        print(f"{row.name:30} {told}", flush=True)
-        (out / f"ne-{args.preset}.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def run(words: list[str], limit: float, json_line: bool = True) -> dict[str, Any]:
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        return {"error": f"stopped after {limit:.0f} s; last: {output.strip().splitlines()[-1:]}"}
-    lines = output.strip().splitlines() or [""]
-    if process.returncode:
-        told = [x for x in lines if "rror" in x and "elastic" not in x and "ChildFailed" not in x]
-        return {"error": (told or lines)[0][:400]}
-    return json.loads(next(x for x in reversed(lines) if x.startswith("{"))) if json_line else {}
-
-
-def worker(args: argparse.Namespace) -> None:
-    """One process of `equal`: rank r of W takes the r-th of W parts of every global batch of ``args.batch`` samples."""
-    import numpy as np
-
-    from gem_core.config import load_config, resolve
-    from gem_core.model.loss import batch_total
-    from gem_core.ops import use_policy
-    from gem_core.train.build import build_parts, build_source
-    from gem_core.train.feed import Fed
-    from gem_core.train.measure import Meter, peak
-    from gem_core.train.runfolder import environment
-    from gem_core.train.runtime import runtime
-    from gem_core.train.step import Outcomes, TrainStep
-
-    resolved = resolve(load_config(args.config, args.overrides))
+def losses(path: Path, settings: Sequence[str], steps: int, batch: int = 256) -> list[float]:
+    """Of ``steps`` steps on the same global batches of ``batch`` samples: rank r of W takes the r-th of W parts of each."""
+    resolved = resolve(load_config(path, settings))
     config = resolved.config
     with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
         parts = build_parts(resolved, rt)
         step = TrainStep(parts, config, rt, Meter(rt.device, peak("", {"fp32"})))
         step.set_lr(1.0)
-        outcomes, losses = Outcomes(rt.device), []
+        outcomes, found = Outcomes(rt.device), []
         source: Any = build_source(resolved, "train", rt)
         parts.module.train()
-        share = args.batch // rt.world
+        share = batch // rt.world
 
         def fed(number: int) -> Fed:
-            begin = number * args.batch + rt.rank * share
-            batch = source.draw(np.arange(begin, begin + share, dtype=np.int64))
-            return Fed(batch, batch.to(rt.device), float(batch_total(batch)), batch.tokens, None, {})
+            begin = number * batch + rt.rank * share
+            drawn = source.draw(np.arange(begin, begin + share, dtype=np.int64))
+            return Fed(drawn, drawn.to(rt.device), float(batch_total(drawn)), drawn.tokens, None, {})
 
         current = fed(0)
-        for number in range(args.steps):
+        for number in range(steps):
             following = fed(number + 1)
             outcomes.push(number, step([current], False, following if step.looks_ahead else None), [current])
-            losses += [o.loss / o.weight for o in outcomes.ready()]
+            found += [o.loss / o.weight for o in outcomes.ready()]
             current = following
-        losses += [o.loss / o.weight for o in outcomes.ready(all=True)]
-        if rt.main:
-            print(json.dumps({"losses": losses, "global_batch": args.batch, **environment(rt.device)}), flush=True)
+        return found + [o.loss / o.weight for o in outcomes.ready(all=True)]
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    """As if this process had been started alone; it keeps its GPU."""
+    kept = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _clean() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("speed", "equal", "ne", "worker"))
-    parser.add_argument("config", nargs="?", type=Path, help="of worker")
+    parser.add_argument("parts", nargs="+", choices=("equal", "ne", "speed", "host"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--preset", default="base")
-    parser.add_argument("--recipe", default="bf16")
-    parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=512, help="samples a GPU; for equal: of all GPUs")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--row", action="append", default=[], help="only this one; may be repeated")
+    parser.add_argument("--preset", default="base", help="of speed and host")
+    parser.add_argument("--preset-equal", default="small", help="of equal and ne")
+    parser.add_argument("--recipe", default="bf16", help="of speed and host")
+    parser.add_argument("--batch", type=int, default=512, help="samples a GPU, of speed")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps-equal", type=int, default=200, help="at most")
+    parser.add_argument("--steps-ne", type=int, default=300)
+    parser.add_argument("--batch-ne", type=int, default=256, help="samples a GPU, of ne")
+    parser.add_argument("--eval-rows", type=int, default=100_000)
+    parser.add_argument("--row", action="append", default=[], help="of speed: only this one; may be repeated")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--profile", action="store_true", help="speed: times of communication, from three more steps")
-    parser.add_argument("--reference", type=Path, help="equal: result of an earlier call, whose first row the others are compared with")
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all rows")
-    parser.add_argument("--row-limit", type=float, default=150.0, help="seconds for one row")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no row is begun")
+    parser.add_argument("--after", type=Path, help="time nothing before this file exists: another benchmark runs beside")
+    parser.add_argument("--after-limit", type=float, default=75.0, help="seconds after which it is not waited for any more")
+    parser.add_argument("--least", type=float, default=8.0, help="seconds that must be left to begin a row")
     parser.add_argument("--runs", default="/tmp/parallel-runs", help="run folders of ne")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.stage == "worker":
-        worker(args)
-    else:
-        {"speed": speed, "equal": equal, "ne": ne}[args.stage](args.out, args)
+    run = Run(args)
+    if run.cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    run.alone()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if run.cuda else "gloo", timeout=timedelta(seconds=150))
+    shared: list[Any] = [None] * run.world
+    dist.all_gather_object(shared, run.references)
+    run.references = shared[-1]
+    for part in args.parts:
+        getattr(run, part)()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 
-from gem_core.bench import ladder, local, step
+from gem_core.bench import ladder, local, overheads, step
 from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
 from gem_core.config import config_from_dict
@@ -78,8 +79,12 @@ def test_unknown_ladders_and_rows_are_errors():
 def test_parts_cover_the_models_flops(tmp_path):
     found = local.measure(config(), repeats=1)
     parts = {p["part"]: p for p in found["parts"]}
-    assert set(parts) == {"features", "events", "pffn", "attention", "pooling", "interaction", "heads"}
+    layers = {"features", "events", "pffn", "attention", "pooling", "interaction", "heads"}
+    assert set(parts) == layers | {"tables", "optimizer"}
+    assert {name for name, p in parts.items() if p["layer"]} == layers
     assert all(p["total_ms"] > 0 and p["floor_ms"] > 0 for p in parts.values())
+    assert found["floors_s"] * 1e3 == pytest.approx(sum(p["floor_ms"] for p in parts.values()))
+    assert parts["optimizer"]["bytes"] == 28 * found["parameters"]["dense"]
     assert found["local_mfu"] is None
     local.write(found, tmp_path, "tiny")
     assert "| attention | 1 |" in (tmp_path / "local-tiny.md").read_text()
@@ -136,3 +141,78 @@ def test_what_a_checkpoint_costs_is_what_its_steps_take_beyond_the_others():
         costs(ends, [saves[0], {**saves[0], "step": 50, "seen_after": 60}])
     with pytest.raises(RunError, match="still being written"):
         costs(ends, [])
+
+
+def test_what_metrics_and_data_add_is_told_by_rounds():
+    seconds = {"bare": [1.0, 2.0, 1.0], "logged": [1.01, 2.04, 1.01], "fed": [1.01 * 1.1, 2.04, 1.01 * 1.2]}
+    found = overheads.shares(seconds)
+    assert found["step_ms"] == 1000
+    assert found["metrics"] == pytest.approx(0.01)
+    assert found["metrics_range"] == pytest.approx([0.01, 0.02])
+    assert found["data"] == pytest.approx(0.1)
+    assert found["data_range"] == pytest.approx([0.0, 0.2])
+
+
+def test_a_slow_source_and_a_slow_log_are_found(tmp_path, monkeypatch):
+    """The trainer's own loop is measured: what a log takes and what a source takes land in their own rows."""
+    overrides = {"train": {"log_every": 2, "tensorboard": False, "steps": 1000}, "eval": {"max_batches": 1, "every": 1000}}
+    options = config().model_dump(exclude_defaults=True) | overrides
+    plain = overheads.Probe(config_from_dict(options), tmp_path / "a", steps=4, rounds=2, warmup=2)
+    calls = {"log": 0, "read": 0}
+    record, following = overheads.Trainer._log_record, overheads.grouped
+
+    def slow_log(self, lr):
+        calls["log"] += 1
+        time.sleep(0.02)
+        return record(self, lr)
+
+    def slow_source(*arguments):
+        for group in following(*arguments):
+            calls["read"] += 1
+            time.sleep(0.03)
+            yield group
+
+    monkeypatch.setattr(overheads.Trainer, "_log_record", slow_log)
+    monkeypatch.setattr(overheads, "grouped", slow_source)
+    with pytest.raises(RunError, match="measured"):
+        plain.run()
+    bare, logged, fed = (sum(plain.seconds[k]) / 2 for k in ("bare", "logged", "fed"))
+    assert logged - bare > 0.008  # a log every other step
+    assert fed - logged > 0.02
+    assert calls["read"] == 2 + 2 * (overheads.LEAD + 4)
+    assert len(plain.waits.seen) == 4
+    assert min(plain.waits.seen) > 0.2
+
+
+def test_rows_that_compute_something_else_are_found():
+    def row(name, loss=0.7, norm=2.0, reason=None, kind="equal"):
+        return {"row": name, "mfu_peak": {"reason": reason}, "check": {kind: {"loss": loss, "grad_norm": norm}}}
+
+    quantised = "the run is quantised (fp8): one peak would be a lie"
+    cases = [
+        (row("same", 0.7005, 2.04), False),
+        (row("other loss", 0.705), True),
+        (row("other gradients", norm=2.2), True),
+        (row("quantised", 0.705, 2.2, quantised), False),
+        (row("quantised, wrong", 0.71, 2.2, quantised), True),
+        (row("not a number", float("nan")), True),
+        (row("first of its kind", 9.0, kind="jagged"), False),
+        ({"row": "failed", "error": "x"}, False),
+    ]
+    for record, wrong in cases:
+        records = [{"row": "failed", "error": "x"}, row("first"), row("second", 0.6), record]
+        ladder._compare(records)
+        assert ("differs" in record) == wrong, record["row"]
+
+
+def test_a_row_is_checked_on_the_same_samples_whatever_its_batches_are():
+    found = [
+        step.measure(config(**options), steps=1, warmup=1)["check"]
+        for options in ({}, {"padded": True}, {"window": 4})
+    ]  # fmt: skip
+    assert set(found[0]) == {"equal", "jagged"}
+    assert set(found[1]) == {"equal"}
+    assert found[1]["equal"] == pytest.approx(found[0]["equal"], rel=1e-6)
+    assert found[2] == found[0]
+    assert found[0]["equal"] != found[0]["jagged"]
+    assert found[0]["jagged"]["grad_norm"] > 0

@@ -37,31 +37,38 @@ _TORCH = ("kernels.ops.norm=compiled", "kernels.ops.norm_linear=compiled", "kern
 
 _PADDED, _BUCKETED = "data.random.padded=true", "data.random.window=16"
 _MATMUL = "kernels.ops.norm_gdpa=matmul"
+_COMPILED, _CAPTURED, _FUSED = "train.compile=true", "train.capture=true", "parallel.sparse=fbgemm"
 
 EFFICIENCY = (
-    Row("padded, eager", (_PADDED, "kernels.default=eager"), micro=16),
-    Row("+ length-bucketed", (_PADDED, _BUCKETED, "kernels.default=eager"), micro=4),
-    Row("+ compile, SDPA", (_PADDED, _BUCKETED, "kernels.ops.jagged_attention=sdpa", _MATMUL, *_TORCH, "train.compile=true"), micro=4),
-    Row("jagged, eager", ("kernels.default=eager",), micro=4),
-    Row("jagged, varlen_attn + compile", ("kernels.ops.jagged_attention=varlen", _MATMUL, *_TORCH, "train.compile=true")),
-    Row("our attention + compile", (*_TORCH, "train.compile=true")),
-    Row("jagged, fused kernels"),
-    Row("+ compile", ("train.compile=true",)),
-    Row("+ fused tables", ("train.compile=true", "parallel.sparse=fbgemm")),
-    Row("fused tables, not compiled", ("parallel.sparse=fbgemm",)),
-    Row("+ step as a CUDA graph", ("train.capture=true",)),
-    Row("+ precision fp8", ("parallel.sparse=fbgemm", "precision.recipe=fp8-block")),
+    Row("padded, eager", (_PADDED, "kernels.default=eager", _FUSED), micro=16),
+    Row("+ length-bucketed", (_PADDED, _BUCKETED, "kernels.default=eager", _FUSED), micro=4),
+    Row("+ compile, SDPA", (_PADDED, _BUCKETED, "kernels.ops.jagged_attention=sdpa", _MATMUL, *_TORCH, _COMPILED, _FUSED), micro=4),
+    Row("jagged, eager", ("kernels.default=eager", _FUSED), micro=4),
+    Row("jagged, varlen_attn + compile", (_BUCKETED, "kernels.ops.jagged_attention=varlen", _MATMUL, *_TORCH, _COMPILED, _FUSED)),
+    Row("our attention + compile", (*_TORCH, _COMPILED, _FUSED)),
+    Row("our kernels", (_FUSED,)),
+    Row("+ compile", (_COMPILED, _FUSED)),
+    Row("+ step as a CUDA graph", (_CAPTURED, _FUSED)),
+    Row("+ precision fp8", (_CAPTURED, _FUSED, "precision.recipe=fp8-block")),
+    Row("the core's tables", (_CAPTURED,)),
 )
-"""One change a row as far as changes combine: a captured step needs the core's own tables and is not compiled."""
+"""One change a row as far as changes combine (a captured step is not compiled). All tables but those of the last row are updated in the
+backward pass."""
 
 
 def builtin_specs() -> list[LadderSpec]:
     return [LadderSpec("efficiency", lambda config, devices: EFFICIENCY)]
 
 
-COLUMNS = ("row", "gpus", "step ms", "samples/s", "TFLOP/s", "MFU", "wasted", "memory GiB", "first step s", "imbalance")
+COLUMNS = ("row", "gpus", "step ms", "samples/s", "TFLOP/s", "MFU", "wasted", "memory GiB", "first step s", "loss", "imbalance")
 SEVERAL = (*COLUMNS, "scaling", "exposed ms", "predicted ms", "predicted GiB")
 """Columns of a ladder whose rows run on several devices or are predicted."""
+
+NOISE = {"loss": 2e-3, "grad_norm": 3e-2}
+"""What two rows' losses and gradient norms on the same samples may differ by, relatively: products in bf16, summed in another order."""
+
+QUANTISED = {"loss": 1e-2, "grad_norm": 1.5e-1}
+"""Likewise where a row's products are quantised."""
 
 
 def climb(
@@ -91,6 +98,7 @@ def climb(
     :param cluster: cluster file that rows are predicted for, where the ladder can.
     :raises PluginError: an unknown ladder.
     :raises ConfigError: an unknown row.
+    :raises RunError: rows that should compute the same do not (see `step.check`); raised at the end, everything is written by then.
     """
     spec: LadderSpec = manager().find("ladder", ladder) if isinstance(ladder, str) else ladder
     batch = [f"data.batch_size={batch_size}"]
@@ -123,10 +131,28 @@ def climb(
             record |= _run([*command, "--summary"] if spec.profile and folder is None else command, min(left, row_limit_s))
         done.append(record)
         _scaling(done)
+        _compare(done)
         say(line(record, columns))
         if out is not None:
             _write(out, preset, spec.name, done, overrides, columns)
+    wrong = [f"{r['row']}: {r['differs']}" for r in done if "differs" in r]
+    if wrong:
+        raise RunError(
+            "rows compute something else than the first one: " + "; ".join(wrong), fix="an implementation that they use is wrong"
+        )
     return done
+
+
+def _compare(records: Sequence[dict[str, Any]]) -> None:
+    """Writes ``differs`` into the last record where it computes something else than the first record that was checked likewise."""
+    last, *before = reversed(records)
+    limits = QUANTISED if (last.get("mfu_peak") or {}).get("reason", "") and "quantised" in last["mfu_peak"]["reason"] else NOISE
+    for kind, found in last.get("check", {}).items():
+        first = next((r["check"][kind] for r in reversed(before) if kind in r.get("check", {})), None)
+        for name, limit in limits.items() if first is not None else ():
+            off = abs(found[name] / first[name] - 1) if first[name] else abs(found[name])
+            if not off <= limit:  # NaN too
+                last["differs"] = f"{name} {found[name]:.4g} on {kind} histories, not {first[name]:.4g}"
 
 
 def _scaling(records: Sequence[dict[str, Any]]) -> None:
@@ -184,6 +210,8 @@ def cells(record: dict[str, Any], columns: Sequence[str] = COLUMNS) -> list[str]
         return f" ({value / measured - 1:+.0%})" if value and measured else ""
 
     step, memory = record.get("step_ms"), record.get("peak_memory_bytes")
+    checked = record.get("check") or {}
+    loss = (checked.get("jagged") or checked.get("equal") or {}).get("loss")
     texts = {
         "row": record["row"],
         "gpus": str(record["gpus"]),
@@ -194,6 +222,7 @@ def cells(record: dict[str, Any], columns: Sequence[str] = COLUMNS) -> list[str]
         "wasted": number(record.get("wasted"), ".0%"),
         "memory GiB": number(memory, ".1f", 2.0**-30),
         "first step s": number(record.get("first_step_s"), ".1f"),
+        "loss": number(loss, ".4f") + (" differs" if "differs" in record else ""),
         "imbalance": number(record.get("imbalance"), ".3f"),
         "scaling": number(record.get("scaling"), ".1%"),
         "exposed ms": number(profiled.get("exposed_ms"), ".1f"),
@@ -246,6 +275,12 @@ def _write(
     versions = ", ".join(f"{k} {v}" for k, v in first.get("versions", {}).items())
     machine = f"{first.get('device', '')}; {versions}; seed 0, random log of the preset."
     header = [machine, "FLOPs are those of real events; times are medians of 5-step windows."]
+    if any(r.get("check") for r in records):
+        header.append(
+            f"Loss: on the same samples and initial parameters, checked to be within {NOISE['loss']:.1%} of the first row's (gradient "
+            f"norm: {NOISE['grad_norm']:.0%}; quantised rows {QUANTISED['loss']:.0%} and {QUANTISED['grad_norm']:.0%}); padded rows, whose "
+            "padding is computed, on histories that are equally long."
+        )
     (out / f"{name}.md").write_text(markdown(f"Training step of `{preset}`", records, header, columns))
     if columns != COLUMNS:
         (out / f"{name}.svg").write_text(picture(records))

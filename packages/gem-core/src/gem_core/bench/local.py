@@ -1,8 +1,13 @@
 """A model's parts alone on one device: time, FLOPs and floor of each, and the local MFU that all of them together reach.
 
-Every part is called with the inputs that it had in a real forward pass, forward and backward, while nothing else runs. The floor of a part
-is the longer of its FLOPs over the matrix product rate and its least bytes (3 times inputs and parameters, twice outputs: read and written
-once forward, once backward) over the copy rate, both rates measured in the same run.
+Every layer is called with the inputs that it had in a real forward pass, forward and backward, while nothing else runs; on a CUDA device as
+a replayed graph, so that it is not the host's launches that are measured. Tables (look-up, backward pass, update) and the dense optimizer
+are parts of a step too, but no layers: they have no FLOPs, and the local MFU is that of the layers.
+
+The floor of a part is the longer of its FLOPs over the matrix product rate and its least bytes over the copy rate, both rates measured in
+the same run. Least bytes are 3 times inputs and parameters and twice outputs (read once forward; backward inputs are read and their
+gradients written, and gradients of outputs read), those of AdamW 28 a parameter (parameter and two moments read and written, the gradient
+read).
 """
 
 from __future__ import annotations
@@ -19,13 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gem_core.batch import Batch
 from gem_core.config import Config, resolve
-from gem_core.errors import ConfigError
+from gem_core.errors import ConfigError, RunError
+from gem_core.model.tables import sparse_group
 from gem_core.ops import use_policy
-from gem_core.train.build import build_parts, build_source
-from gem_core.train.measure import peak
+from gem_core.requests import expanded
+from gem_core.train.build import Parts, build_parts, build_source
+from gem_core.train.measure import Meter, peak
 from gem_core.train.runfolder import device_name, environment
 from gem_core.train.runtime import runtime
+from gem_core.train.step import TrainStep
 
 _PARTS = {
     r"features": "features",
@@ -42,7 +51,8 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Part:
-    """``calls`` modules of one kind: seconds forward, seconds forward and backward, training FLOPs and least bytes of all of them."""
+    """``calls`` modules of one kind: seconds forward, seconds forward and backward, training FLOPs and least bytes of all of them;
+    ``replayed``: as a CUDA graph; ``layer``: its FLOPs count."""
 
     name: str
     calls: int
@@ -50,6 +60,8 @@ class Part:
     total_s: float
     flops: float
     bytes: float
+    replayed: bool = False
+    layer: bool = True
 
 
 def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
@@ -65,23 +77,71 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
         parts = build_parts(resolved, rt)
         model = parts.model.train()
         host = next(iter(build_source(resolved, "train", rt)))
-        calls = _record(model, rt.device, lambda: parts.module(host.to(rt.device)))
+        batch = host.to(rt.device)
+        calls = _record(model, rt.device, lambda: parts.module(batch))
         flops = model.flops(host)
-        found = [_time(name, group, flops.get(name, 0.0), rt.device, repeats) for name, group in calls.items()]
         held_against = peak(device_name(rt.device), parts.precisions())
+        layers = [_time(name, group, flops.get(name, 0.0), rt.device, repeats) for name, group in calls.items()]
+        step = TrainStep(parts, _uncaptured(config), rt, Meter(rt.device, held_against))
+        step.set_lr(0.0)
+        found = [*layers, _tables(parts, step, batch, repeats), _optimizer(step, rt.device, repeats)]
         gemm, copy = ceilings(rt.device)
         return {
             "parts": [_row(part, gemm, copy, held_against.flops) for part in found],
-            "local_mfu": _share(sum(p.flops for p in found), sum(p.total_s for p in found), held_against.flops),
+            "local_mfu": _share(sum(p.flops for p in layers), sum(p.total_s for p in layers), held_against.flops),
             "floor_share": sum(_floor(p, gemm, copy) for p in found) / sum(p.total_s for p in found),
+            "floors_s": sum(_floor(p, gemm, copy) for p in found),
             "parts_s": sum(p.total_s for p in found),
             "gemm_tflops": gemm / 1e12,
             "copy_tb_per_s": copy / 1e12,
             "samples": host.size,
             "tokens": host.tokens,
+            "parameters": parts.parameter_counts(),
             "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
             **environment(rt.device),
         }
+
+
+def _uncaptured(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"capture": False})})
+
+
+def _tables(parts: Parts, step: TrainStep, batch: Batch, repeats: int) -> Part:
+    """Look-up of a batch, backward pass and update of the tables."""
+    tables, device = parts.tables, step.runtime.device
+    assert tables is not None
+    group = sparse_group(expanded(batch), tables.table_set.lookups)
+
+    def look_up() -> list[Tensor]:
+        return [t for t in _tensors(tables(group)) if t.requires_grad]
+
+    outputs = look_up()
+    gradients = [torch.randn_like(t) for t in outputs]
+    read = group.values.numel() / len(group.keys) * sum(4.0 * tables.table_set.table(k.table).dim for k in tables.table_set.lookups)
+    good = torch.ones((), dtype=torch.bool, device=device)
+    update = step.tables.step if step.tables is not None else getattr(tables, "after_backward", lambda _good: None)
+
+    def both() -> None:
+        torch.autograd.backward(look_up(), gradients)
+        update(good)
+
+    forward, total = (statistics.median(_seconds(run, device, repeats)) for run in (look_up, both))
+    return Part("tables", 1, forward, total, 0.0, 3.0 * read + 2.0 * sum(t.nbytes for t in outputs), layer=False)
+
+
+def _optimizer(step: TrainStep, device: torch.device, repeats: int) -> Part:
+    """Gradient norm and AdamW of the dense part."""
+    dense = step.dense
+    gradients = {name: torch.randn_like(p) for name, p in dense.parameters.items()}
+    good = torch.ones((), dtype=torch.bool, device=device)
+
+    def run() -> None:
+        for name, p in dense.parameters.items():
+            p.grad = gradients[name]
+        dense.step(good, step.config.train.clip_norm, dense.grad_norm())
+
+    total = statistics.median(_seconds(run, device, repeats))
+    return Part("optimizer", 1, 0.0, total, 0.0, 28.0 * sum(p.numel() for p in dense.parameters.values()), layer=False)
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
@@ -105,7 +165,7 @@ def table(result: dict[str, Any]) -> str:
             f"| {p['floor_ms']:.2f} | {p['floor_share']:.0%} |"
         )
     whole = "n/a" if result["local_mfu"] is None else f"{result['local_mfu']:.1%}"
-    lines.append(f"| all | | | {result['parts_s'] * 1e3:.2f} | | {whole} | | {result['floor_share']:.0%} |")
+    lines.append(f"| all | | | {result['parts_s'] * 1e3:.2f} | | {whole} | {result['floors_s'] * 1e3:.2f} | {result['floor_share']:.0%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -116,7 +176,9 @@ def write(result: dict[str, Any], out: Path, preset: str) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     head = f"# Parts of `{preset}` alone\n\n{result['device']}; {versions}; {result['samples']} samples, {result['tokens']} events; "
     head += f"matrix product {result['gemm_tflops']:.0f} TFLOP/s, copy {result['copy_tb_per_s']:.2f} TB/s in this run.\n\n"
-    (out / f"local-{preset}.md").write_text(head + table(result))
+    launched = ", ".join(p["part"] for p in result["parts"] if not p["replayed"])
+    tail = f"\nMFU of `all` is that of the layers. Launched by the host, not replayed: {launched}.\n"
+    (out / f"local-{preset}.md").write_text(head + table(result) + tail)
 
 
 @dataclass(frozen=True)
@@ -182,7 +244,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _time(name: str, group: list[Call], flops: float, device: torch.device, repeats: int) -> Part:
     timed = [_time_call(call, device, repeats) for call in group]
     forward, total, moved = (sum(values) for values in zip(*timed))
-    return Part(name, len(group), forward, total, float(flops), moved)
+    return Part(name, len(group), forward, total, float(flops), moved, device.type == "cuda")
 
 
 def _time_call(call: Call, device: torch.device, repeats: int) -> tuple[float, float, float]:
@@ -195,9 +257,29 @@ def _time_call(call: Call, device: torch.device, repeats: int) -> tuple[float, f
         made = [t for t in _tensors(call(device)) if t.requires_grad]
         torch.autograd.grad(made, inputs, gradients, allow_unused=True)
 
-    forward = statistics.median(_seconds(lambda: call(device), device, repeats))
-    total = statistics.median(_seconds(both, device, repeats))
+    forward, total = (_alone(run, device, repeats) for run in (lambda: call(device), both))
     return forward, total, 3.0 * sum(t.nbytes for t in inputs) + 2.0 * sum(o.nbytes for o in outputs)
+
+
+def _alone(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Seconds of one run, the median; on a CUDA device of a recorded one.
+
+    :raises RunError: it waits for the device, so that it cannot be recorded.
+    """
+    if device.type != "cuda":
+        return statistics.median(_seconds(run, device, repeats))
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        raise RunError(f"a part cannot be recorded: {str(error).splitlines()[0]}", fix="choose kernels that wait for no device") from error
+    found = statistics.median(_seconds(graph.replay, device, repeats))
+    graph.reset()
+    return found
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
@@ -235,6 +317,8 @@ def _row(part: Part, gemm: float, copy: float, best: float | None) -> dict[str, 
         "calls": part.calls,
         "forward_ms": part.forward_s * 1e3,
         "total_ms": part.total_s * 1e3,
+        "replayed": part.replayed,
+        "layer": part.layer,
         "tflops": part.flops / part.total_s / 1e12,
         "mfu": _share(part.flops, part.total_s, best),
         "flops": part.flops,

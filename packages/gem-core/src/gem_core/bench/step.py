@@ -20,10 +20,12 @@ import torch
 from torch.profiler import profile
 
 from gem_core.batch import Batch
-from gem_core.config import Config, load_config, resolve
+from gem_core.config import Config, ResolvedConfig, load_config, resolve
 from gem_core.errors import GemError
 from gem_core.ops import use_policy
 from gem_core.requests import history_lengths
+from gem_core.sources.drawn import build_random
+from gem_core.sources.laws import UniformLaw
 from gem_core.train.build import build_parts, build_source
 from gem_core.train.feed import Feed, grouped
 from gem_core.train.measure import PHASES, Meter, peak, peak_memory
@@ -41,7 +43,8 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
 
     ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
     of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
-    optimizer a step, ``first_step_s``, ``peak_memory_bytes``, the losses, and the imbalance (max over mean work of the ranks).
+    optimizer a step, ``first_step_s`` (the steps of `check` included, since they compile), ``peak_memory_bytes``, the losses, what `check`
+    found, and the imbalance (max over mean work of the ranks).
     ``profiled``: three more steps run under the profiler, and their times (of rank 0) are in ``profile``; ``traces`` is a folder for the
     trace and the summary with its kernels.
 
@@ -58,9 +61,11 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         held_against = peak(device_name(rt.device), parts.precisions())
         meter = Meter(rt.device, held_against)
         step, outcomes = TrainStep(parts, config, rt, meter), Outcomes(rt.device)
-        step.set_lr(1.0)
-        groups = grouped(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate, step.looks_ahead)
         parts.module.train()
+        began = time.perf_counter()
+        checked = check(step, outcomes, resolved, rt)
+        groups = grouped(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate, step.looks_ahead)
+        step.set_lr(1.0)
         losses: list[float] = []
         windows: list[dict[str, Any]] = []
 
@@ -75,7 +80,6 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
                     meter.count(fed.host.size, _real_events(fed.host), _real_flops(model, fed.host))
                 losses.extend(o.loss / o.weight for o in outcomes.ready())
 
-        began = time.perf_counter()
         run(1)
         _wait(rt)
         first_s = time.perf_counter() - began
@@ -102,11 +106,40 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
             "peak_memory_bytes": memory,
             "wasted": 1 - sum(r for _, r in padded) / max(1, sum(t for t, _ in padded)),
             "losses": losses,
+            "check": checked,
             "parameters": parts.parameter_counts(),
             "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
             "world": rt.world,
             **environment(rt.device),
         }
+
+
+CHECKED, CHECKED_LENGTH = 64, 192
+"""Samples of the batches that a row is checked with, and events of each where all are equally long."""
+
+
+def check(step: TrainStep, outcomes: Outcomes, resolved: ResolvedConfig, rt: Runtime) -> dict[str, dict[str, float]]:
+    """Loss and dense gradient norm on the first samples of the random log, for comparison with other rows that start from the same seed:
+    ``equal``: all histories equally long, which every implementation takes, padding ones included; ``jagged``: as they are. By steps with
+    learning rate 0, the last of three: a captured step is replayed by then. Nothing with other sources or several ranks.
+    """
+    config = resolved.config
+    if config.data.source != "random" or rt.world > 1:
+        return {}
+    length = {"equal": UniformLaw(max=min(CHECKED_LENGTH, resolved.source.law.max), sparsity=1.0), "jagged": resolved.source.length}
+    found = {}
+    step.set_lr(0.0)
+    for name, law in length.items():
+        if name == "jagged" and resolved.source.padded:
+            continue
+        options = resolved.source.model_copy(update={"length": law, "padded": False, "window": 1})
+        source = build_random(options, config.features, split="train", batch_size=CHECKED, seed=config.run.seed)
+        fed = next(iter(Feed(source, rt.device)))
+        for _ in range(3):
+            outcomes.push(0, step([fed], False, None), [fed])
+        last = outcomes.ready(all=True)[-1]
+        found[name] = {"loss": last.loss / last.weight, "grad_norm": last.grad_norm}
+    return found
 
 
 def _wait(rt: Runtime) -> None:

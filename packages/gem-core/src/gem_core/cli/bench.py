@@ -102,9 +102,9 @@ def bench_local(
     if result["local_mfu"] is not None and ladder.is_file():
         best = max((row for row in json.loads(ladder.read_text())["rows"] if row.get("mfu")), key=lambda row: row["mfu"], default=None)
         if best is not None:
-            print(
-                f"end to end {best['mfu']:.1%} ({best['row']}) = local {result['local_mfu']:.1%} x {best['mfu'] / result['local_mfu']:.2f}"
-            )
+            ratio, floors = best["mfu"] / result["local_mfu"], result["floors_s"] * 1e3
+            print(f"end to end {best['mfu']:.1%} ({best['row']}) = local {result['local_mfu']:.1%} x {ratio:.2f}")
+            print(f"floors of its parts {floors:.1f} ms = {floors / best['step_ms']:.2f} of its step")
 
 
 def _configuration(folder: str, preset: str) -> Path:

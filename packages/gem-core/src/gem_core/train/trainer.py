@@ -211,35 +211,40 @@ class Trainer:
         if self.total is not None and self.info.step >= self.total:
             self._say(f"step {self.info.step} of {self.total} is reached; nothing is left to train")
             return "finished"
-        schedule, info = self.config.train.schedule, self.info
+        info = self.info
         self.parts.module.train()
         self.meter.mark(None)
         if self.config.train.checkpoint_every is not None:
             # before the first step, since reading tables between two others may average their replicas
             self.saver.prepare({"model": self.parts.dense_state(), "tables": self.parts.table_state()})
         for batches, following in grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead):
-            self.meter.mark("data")
-            self._begin_partition(batches[0])
-            lr = self.step.set_lr(schedule_factor(schedule, info.step, self.total))
-            info.step += 1
-            self.watch.note(info.step, "training step")
-            vector = self.step(batches, self.stop.requested is not None, following)
-            if self.recency is not None:
-                for fed in batches:
-                    self.recency.note(fed.batch)
-            self.outcomes.push(info.step, vector, batches)
-            self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
-            self._write_decisions()
-            self.position = batches[-1].position
-            self.meter.steps += 1
-            for fed in batches:
-                self.meter.count(fed.host.size, fed.tokens, fed.flops, fed.imbalance)
-            status = self._after_step(lr, batches)
+            status = self._one(batches, following)
             if status is not None:
                 return status
             self.watch.note(info.step, "waiting for data")
         self._take(self.outcomes.ready(all=True))
         return "finished"
+
+    def _one(self, batches: Sequence[Fed], following: Fed | None) -> str | None:
+        """One step and what is due after it; returns how the run ends if it ends here."""
+        info = self.info
+        self.meter.mark("data")
+        self._begin_partition(batches[0])
+        lr = self.step.set_lr(schedule_factor(self.config.train.schedule, info.step, self.total))
+        info.step += 1
+        self.watch.note(info.step, "training step")
+        vector = self.step(batches, self.stop.requested is not None, following)
+        if self.recency is not None:
+            for fed in batches:
+                self.recency.note(fed.batch)
+        self.outcomes.push(info.step, vector, batches)
+        self.guard_values = self.parts.guard.on_step(info.step, vector[0] / vector[1])
+        self._write_decisions()
+        self.position = batches[-1].position
+        self.meter.steps += 1
+        for fed in batches:
+            self.meter.count(fed.host.size, fed.tokens, fed.flops, fed.imbalance)
+        return self._after_step(lr, batches)
 
     def _after_step(self, lr: float, batches: Sequence[Fed]) -> str | None:
         """Log, evaluate and save where they are due; returns how the run ends if it ends here."""

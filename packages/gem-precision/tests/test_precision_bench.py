@@ -11,7 +11,7 @@ from gem_core.config import load_config
 from gem_core.errors import DeviceError, NumericsError
 from gem_core.train import quickstart_path
 from gem_core.train.offline import evaluate_run
-from gem_precision.bench import gpu, ne
+from gem_precision.bench import gpu, ne, steps
 from gem_precision.policy import fp8_linear, mx_linear
 from gem_precision.speed import pays
 
@@ -136,3 +136,21 @@ def test_measured_slow_shapes_are_refused(monkeypatch):
     narrow = pays(fp8_linear("block"), 512, 4096, cuda)
     assert "narrower" in narrow.reason
     assert pays(mx_linear(), 64, 64, cuda)
+
+
+def test_steps_of_two_precisions_and_of_the_guard(tmp_path):
+    """Ratios are of the recorded windows, the parts of the overhead add up, and the page tells all of it."""
+    config = load_config(quickstart_path(), {"data.batch_size": 16, "run.threads": 1, "train.steps": 1000})
+    result = steps.measure(config, steps=1, rounds=2, warmup=1)
+    assert list(result["step_ms"]) == ["bf16", "fp8-block", "watched"]
+    pairs = [a / b for a, b in zip(result["seconds"]["bf16"], result["seconds"]["fp8-block"])]
+    assert result["ratios"]["speed-up"] == (pytest.approx(sum(pairs) / 2), min(pairs), max(pairs))
+    parts = result["overhead_parts"]
+    assert result["overhead"] == pytest.approx(sum(parts.values()))
+    assert parts["watching"] == result["ratios"]["watched"][0] - 1
+    assert 0 < result["watched_sites"] == result["sites"]["fp8-block"]
+    assert result["losses"]["watched"] != result["losses"]["bf16"]
+    steps.write(result, tmp_path, "tiny", "the command")
+    page = (tmp_path / "precision-step-tiny.md").read_text()
+    assert all(word in page for word in ("the command", "| watched |", "Guard of", "captured" if result["captured"] else "eager"))
+    assert json.loads((tmp_path / "precision-step-tiny.json").read_text())["overhead"] == result["overhead"]

@@ -326,7 +326,7 @@ def test_more_than_two_to_the_31_elements():
 def test_samples_are_the_codec_s(kind, block, elem, monkeypatch):
     """What the kernels measure is what PyTorch does, of rows and of columns, padded and not, with and without NaN and Inf, everywhere a
     window can be; every count exactly."""
-    for shape, seed in (((140, 2100), 0), ((40, 70), 1), ((129, 257), 2)):
+    for shape, seed in (((40, 2080), 0), ((129, 70), 1), ((33, 130), 2)):
         x = numbers(shape, seed=seed)
         if seed == 2:
             x = torch.where(x.isfinite(), x, 0)
@@ -336,7 +336,7 @@ def test_samples_are_the_codec_s(kind, block, elem, monkeypatch):
                 operand = Operand(kind, elem, block)
                 made = quantize_matrix(x, *((operand, None) if along else (None, operand)), pad=32)
                 q = made.rows if along else made.columns
-            for turn in (0, 3):
+            for turn in (0, 1):
                 assert measures(wide, q)
                 got = measure(wide, q, turn).cpu()
                 monkeypatch.setattr(site_module, "measures", lambda *_: False)

@@ -21,6 +21,7 @@ def register(app: CommandGroups) -> None:
     app.group("precision").command()(explain)
     app.group("bench").command("precision")(bench)
     app.group("bench").command("precision-ne")(bench_ne)
+    app.group("bench").command("precision-step")(bench_step)
 
 
 def explain(config: Config = None, overrides: Set = None, device: Device = "cpu", as_json: Json = False) -> None:
@@ -86,3 +87,29 @@ def bench_ne(
             f"{r.variant:<16} NE ratio - 1 = {ratio:+.4f} %  [{low:+.4f}, {high:+.4f}]  AUC ratio - 1 = {auc:+.4f} %  "
             f"[{auc_low:+.4f}, {auc_high:+.4f}]  rows {r.rows}"
         )
+
+
+def bench_step(
+    config: Config = None,
+    overrides: Set = None,
+    name: Annotated[str, typer.Option("--name", help="In the names of the files.")] = "run",
+    recipe: Annotated[str, typer.Option("--recipe", help="The recipe to hold against bf16.")] = "fp8-block",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps a window.")] = 10,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Windows of each variant.")] = 7,
+    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Also time the guard: one more model in memory.")] = True,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("bench-precision-step"),
+) -> None:
+    """Time training steps of a configuration in bf16 and in a quantised recipe, with and without its guard, interleaved in one process.
+
+    Example: gemrec bench precision-step base.toml --set train.capture=true --name base
+    """
+    from gem_core.config import load_config
+    from gem_core.train import quickstart_path
+    from gem_precision.bench import steps as bench
+
+    loaded = load_config(quickstart_path() if config is None else config, overrides or ())
+    result = bench.measure(loaded, recipe, steps=steps, rounds=rounds, guard=guard)
+    words = ["gemrec bench precision-step", *([] if config is None else [config.name]), *(f"--set {o}" for o in overrides or ())]
+    command = " ".join([*words, f"--recipe {recipe} --steps {steps} --rounds {rounds}"])
+    bench.write(result, out, name, command)
+    print(bench.markdown(result, command))

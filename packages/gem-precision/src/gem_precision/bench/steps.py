@@ -1,0 +1,207 @@
+"""Training steps of one configuration in bf16 and in a quantised recipe, with and without its guard, interleaved in one process.
+
+Every variant is a run of its own: model, optimizer, guard, recorded steps. All train on the same batches, kept on the device. In each round
+every variant has a window of steps, the order turning; ratios are of windows of the same round. Sampled steps, which leave the GPU waiting,
+are timed after the rounds, and so are the forward passes that a comparison with bf16 on held-out rows takes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem_core.config import config_from_dict, resolve
+from gem_core.config.load import plain
+from gem_core.config.schema import Config
+from gem_core.ops import use_policy
+from gem_core.train.build import Parts, build_parts, build_source
+from gem_core.train.feed import Fed, Feed
+from gem_core.train.measure import Meter, peak
+from gem_core.train.runfolder import device_name, environment
+from gem_core.train.runtime import Runtime, runtime
+from gem_core.train.step import Outcomes, TrainStep
+from gem_precision.guard import GuardConfig
+
+NEVER = 10**9
+SAMPLED = 2
+"""Sampled steps a window."""
+
+
+@dataclass
+class _Run:
+    """One variant. ``at``: steps made."""
+
+    parts: Parts
+    step: TrainStep
+    outcomes: Outcomes
+    at: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def __call__(self, fed: Fed) -> None:
+        self.at += 1
+        vector = self.step([fed], False, None)
+        self.outcomes.push(self.at, vector, [fed])
+        self.parts.guard.on_step(self.at, vector[0] / vector[1])
+        self.losses += [o.loss / o.weight for o in self.outcomes.ready()]
+
+
+def measure(
+    config: Config, recipe: str = "fp8-block", *, steps: int = 10, rounds: int = 7, warmup: int = 6, batches: int = 2, guard: bool = True
+) -> dict[str, Any]:
+    """Times of a step of ``config`` by variant: ``bf16``; ``recipe`` with its guard off; with ``guard`` also ``watched``: the guard on,
+    between two samples. ``ratios``: median, lowest and highest over the rounds of bf16 / recipe and of watched / recipe.
+
+    ``overhead``: share of the recipe's step that its guard takes with default periods: watching, samples, comparisons on held-out rows.
+    :raises GemError: what training would raise.
+    """
+    variants: dict[str, tuple[str, Mapping[str, Any]]] = {"bf16": ("bf16", {}), recipe: (recipe, {"enabled": False})}
+    if guard:
+        variants["watched"] = (recipe, {"sample_every": NEVER, "drift_every": NEVER})
+    with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
+        feed = Feed(build_source(resolve(config), "train", rt), rt.device, None)
+        given = list(islice(feed, batches))
+        runs = {}
+        for name, (chosen, options) in variants.items():
+            runs[name] = _build(_with(config, chosen, options), rt)
+            for i in range(warmup * batches):
+                runs[name](given[i % batches])
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        order = list(runs)
+        for turn in range(rounds):
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                seconds[name].append(_window(runs[name], given, steps, rt))
+        result = _result(seconds, recipe, guard)
+        if guard:
+            result |= _guard_cost(runs["watched"], given, rounds, rt, statistics.median(seconds[recipe]), result["ratios"]["watched"][0])
+        sites = [p for _, p, _ in runs[recipe].parts.guard.describe()]
+        return result | {
+            "recipe": recipe,
+            "losses": {name: run.losses[-1] for name, run in runs.items()},
+            "sites": {p: sites.count(p) for p in dict.fromkeys(sites)},
+            "refused": _refused(runs[recipe].parts),
+            "seconds": seconds,
+            "samples": given[0].host.size,
+            "captured": config.train.capture,
+            **environment(rt.device),
+        }
+
+
+def _build(config: Config, rt: Runtime) -> _Run:
+    resolved = resolve(config)
+    torch.manual_seed(config.run.seed)
+    parts = build_parts(resolved, rt)
+    meter = Meter(rt.device, peak(device_name(rt.device), parts.precisions()))
+    step = TrainStep(parts, resolved.config, rt, meter)
+    step.set_lr(1.0)
+    parts.module.train()
+    return _Run(parts, step, Outcomes(rt.device))
+
+
+def _with(config: Config, recipe: str, guard: Mapping[str, Any]) -> Config:
+    data = plain(config)
+    own = dict(data.get("precision", {}).get(recipe, {}))
+    if recipe != "bf16":
+        own["guard"] = {**own.get("guard", {}), **guard}
+    data["precision"] = {"recipe": recipe, recipe: own}
+    return config_from_dict(data)
+
+
+def _window(run: Callable[[Fed], None], given: Sequence[Fed], steps: int, rt: Runtime) -> float:
+    """Seconds a step."""
+    _wait(rt)
+    began = time.perf_counter()
+    for i in range(steps):
+        run(given[i % len(given)])
+    _wait(rt)
+    return (time.perf_counter() - began) / steps
+
+
+def _wait(rt: Runtime) -> None:
+    if rt.device.type == "cuda":
+        torch.cuda.synchronize(rt.device)
+
+
+def _result(seconds: Mapping[str, Sequence[float]], recipe: str, guard: bool) -> dict[str, Any]:
+    def ratio(above: str, below: str) -> tuple[float, float, float]:
+        found = [a / b for a, b in zip(seconds[above], seconds[below])]
+        return statistics.median(found), min(found), max(found)
+
+    ratios = {"speed-up": ratio("bf16", recipe)} | ({"watched": ratio("watched", recipe)} if guard else {})
+    return {"step_ms": {name: 1e3 * statistics.median(s) for name, s in seconds.items()}, "ratios": ratios}
+
+
+def _guard_cost(run: _Run, given: Sequence[Fed], rounds: int, rt: Runtime, step: float, watched: float) -> dict[str, Any]:
+    guard, periods = run.parts.guard, GuardConfig()
+    real, guard.config = guard.config, guard.config.model_copy(update={"sample_every": 1})  # type: ignore[attr-defined]
+    _window(run, given, SAMPLED, rt)
+    sampled = statistics.median(_window(run, given, SAMPLED, rt) for _ in range(rounds))
+    guard.config = real  # type: ignore[attr-defined]
+    run.parts.module.eval()
+    passes = []
+    for precision in (nullcontext, guard.shadow):  # type: ignore[attr-defined]
+        with torch.no_grad(), precision():
+            _window(lambda fed: run.parts.module(fed.batch), given, SAMPLED, rt)
+            passes.append(statistics.median(_window(lambda fed: run.parts.module(fed.batch), given, SAMPLED, rt) for _ in range(rounds)))
+    run.parts.module.train()
+    compared = sum(passes) * periods.drift_rows / given[0].host.size
+    parts = {
+        "watching": watched - 1,
+        "samples": (sampled - step) / periods.sample_every / step,
+        "comparisons": compared / periods.drift_every / step,
+    }
+    return {
+        "sampled_ms": 1e3 * sampled, "forward_ms": [1e3 * s for s in passes], "overhead": sum(parts.values()), "overhead_parts": parts,
+        "watched_sites": len(guard.sites),  # type: ignore[attr-defined]
+    }  # fmt: skip
+
+
+def _refused(parts: Parts) -> list[str]:
+    """Linears that stay in bf16 because they would be slower, by reason."""
+    reasons: dict[str, int] = {}
+    for _, _, why in parts.guard.describe():
+        if "slower" in why or "do not pay" in why:
+            reasons[why] = reasons.get(why, 0) + 1
+    return [f"{count} x {why}" for why, count in reasons.items()]
+
+
+def markdown(result: Mapping[str, Any], command: str) -> str:
+    """The result as a page."""
+    ms, ratios, recipe = result["step_ms"], result["ratios"], result["recipe"]
+
+    def share(name: str) -> str:
+        middle, low, high = ratios[name]
+        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    lines = [
+        f"`{command}`, commit {str(result['commit'])[:9]}", "",
+        f"{result['device']}; {versions}. {result['samples']} samples, {'captured' if result['captured'] else 'eager'} steps; the same "
+        f"batches, windows interleaved in {len(result['seconds']['bf16'])} rounds.", "",
+        "| step | ms |", "|---|---|", *(f"| {name} | {value:.2f} |" for name, value in ms.items()), "",
+        f"bf16 / {recipe}: {share('speed-up')}. Losses: " + ", ".join(f"{k} {v:.5f}" for k, v in result["losses"].items()) + ".",
+    ]  # fmt: skip
+    if "overhead" in result:
+        parts = ", ".join(f"{k} {100 * v:+.2f} %" for k, v in result["overhead_parts"].items())
+        lines += [
+            "", f"Guard of {result['watched_sites']} sites: {100 * result['overhead']:.2f} % of a step ({parts}); watched / {recipe}: "
+            f"{share('watched')}; a sampled step takes {result['sampled_ms']:.1f} ms.",
+        ]  # fmt: skip
+    lines += ["", "In bf16, since slower otherwise:", "", *(f"- {r}" for r in result["refused"])] if result["refused"] else []
+    return "\n".join(lines) + "\n"
+
+
+def write(result: Mapping[str, Any], folder: Path, name: str, command: str) -> None:
+    """``precision-step-<name>.json`` and ``.md``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"precision-step-{name}"
+    stem.with_suffix(".json").write_text(json.dumps({**result, "command": command}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(f"# A training step of `{name}` in bf16 and {result['recipe']}\n\n" + markdown(result, command))

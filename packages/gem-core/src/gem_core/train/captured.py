@@ -15,7 +15,7 @@ the one it was made under, and a step without a name is computed as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -154,7 +154,7 @@ class FixedBatch:
     def fill(self, batch: Batch) -> None:
         """Take the values of a batch that fits; masked positions are all that need be cleared of what was there before."""
         given = self._tensors(batch)
-        torch._foreach_copy_([self._own[path][: t.shape[0]] for path, t in given.items()], list(given.values()))
+        _copy([self._own[path][: t.shape[0]] for path, t in given.items()], list(given.values()))
         if batch.targets is not None:
             self._own["target_mask"][batch.targets.shape[0] :].zero_()
 
@@ -218,8 +218,7 @@ class FixedRows:
             if offsets is not None:
                 own.append(self.leaves[key][1])
                 given.append(offsets)
-        if own:
-            torch._foreach_copy_(own, given)
+        _copy(own, given)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """By look-up, where there are any, slack included; the leaves are left without."""
@@ -371,6 +370,18 @@ def _larger(n: int) -> int:
     n = max(64, n + n // part)
     step = max(1, 1 << (n.bit_length() - bits))
     return -(-n // step) * step
+
+
+def _copy(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """``given`` into ``own``; a launch for each dtype, since torch takes lists of mixed ones tensor by tensor."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(own, given):
+        if source.numel():
+            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+            targets.append(target)
+            sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def _zeros(like: Tensor, rows: int) -> Tensor:

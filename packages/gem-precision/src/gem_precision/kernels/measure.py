@@ -16,8 +16,13 @@ WINDOWS = 16
 
 
 def measures(x: Tensor, quantised: Any) -> bool:
-    """Whether the kernels measure this: matrices with a side that lies dense, of 8-bit elements in blocks that the window holds whole."""
-    if x.dim() != 2 or not (usable(x) or (interpreting() and x.device.type == "cpu")) or 1 not in x.stride() or x.dtype == torch.float64:
+    """Whether the kernels measure this: CUDA matrices with a side that lies dense, of 8-bit elements in blocks that a window holds whole."""
+    return usable(x) and fits(x, quantised)
+
+
+def fits(x: Tensor, quantised: Any) -> bool:
+    """`measures` but for the device."""
+    if x.dim() != 2 or 1 not in x.stride():
         return False
     if quantised is None:
         return True

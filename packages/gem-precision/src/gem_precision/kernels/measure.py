@@ -16,7 +16,7 @@ WINDOWS = 16
 
 
 def measures(x: Tensor, quantised: Any) -> bool:
-    """Whether the kernels measure this: CUDA matrices with a side that lies dense, of 8-bit elements in blocks that a window holds whole."""
+    """Whether the kernels measure this: CUDA matrices with a side that lies dense, of 8-bit elements in blocks that windows hold whole."""
     return usable(x) and fits(x, quantised)
 
 

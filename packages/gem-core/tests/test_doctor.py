@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gem_core import doctor
 from gem_core.config import load_config
-from gem_core.doctor import Environment, Finding, Gpu, Report, Torch, diagnose
+from gem_core.doctor import WITHOUT_FBGEMM, Environment, Finding, Gpu, Report, Torch, diagnose
+from gem_core.doctor_archs import archs_of
 from gem_core.doctor_run import Demand, judge, weigh
 
 PY = "/venv/bin/python"
 H100 = Gpu("NVIDIA H100 80GB HBM3", "sm_90", "580.65.06")
 CUDA13 = ("sm_80", "sm_90", "sm_100", "compute_120")
+
+FBGEMM_ARCHS = ("sm_80", "sm_90a", "sm_100a")
+"""What the published CUDA wheels of 1.6.0, 1.7.0 and 1.8.0 hold: no PTX, and B200's code does not run on a B300."""
 
 CPU = Environment(
     python=(3, 11, 9),
@@ -31,6 +37,7 @@ GPU = Environment(
     packages={"torch": "2.11.0+cu130", "triton": "3.6.0", "fbgemm-gpu": "1.6.0", "torchrec": "1.6.1"},
     torch=Torch("2.11.0+cu130", "13.0", CUDA13, sees_gpu=True, nccl="2.28.9", wants_triton="3.6.0"),
     gpus=(H100,),
+    fbgemm_archs=FBGEMM_ARCHS,
 )
 
 
@@ -100,6 +107,13 @@ FAULTS: dict[str, tuple[Environment, str, str, str, tuple[str, ...]]] = {
         "importing it fails: ModuleNotFoundError: No module named 'tensordict'",
         (TORCHREC_NEEDS,),
     ),
+    "a GPU for which FBGEMM has no code": (
+        replace(GPU, gpus=(Gpu("NVIDIA B300", "sm_103", "590.10"),), fbgemm_archs=FBGEMM_ARCHS),
+        "error",
+        "fbgemm",
+        "fbgemm-gpu 1.6.0 holds no code that runs on sm_103 (sm_80, sm_90a, sm_100a): every operator fails",
+        (WITHOUT_FBGEMM,),
+    ),
     "fbgemm that does not load": (
         replace(CPU, broken_imports={"fbgemm-gpu-cpu": "ImportError: undefined symbol: _ZN2at"}),
         "error",
@@ -150,7 +164,7 @@ FAULTS: dict[str, tuple[Environment, str, str, str, tuple[str, ...]]] = {
         ("nvidia-smi", "unset CUDA_VISIBLE_DEVICES"),
     ),
     "a GPU for which torch has no code": (
-        replace(GPU, gpus=(Gpu("Tesla V100", "sm_70", "580.1"),)),
+        replace(GPU, gpus=(Gpu("Tesla V100", "sm_70", "580.1"),), fbgemm_archs=()),
         "error",
         "torch",
         "torch 2.11.0+cu130 holds no code for sm_70",
@@ -199,7 +213,7 @@ FAULTS: dict[str, tuple[Environment, str, str, str, tuple[str, ...]]] = {
         "warning",
         "fbgemm",
         "FBGEMM has no CUDA wheel for aarch64; fbgemm-gpu-cpu 1.6.0 has no CUDA kernels",
-        ("gemrec train CONFIG --set parallel.sparse=gem-2d",),
+        (WITHOUT_FBGEMM,),
     ),
     "a library built from source": (
         replace(GPU, built={"fbgemm-gpu": "https://github.com/pytorch/FBGEMM"}),
@@ -252,19 +266,32 @@ def test_each_fault_is_found_alone_with_its_cure(name: str):
     assert words in finding.message
 
 
-def test_a_wheel_without_code_for_the_gpu():
-    bare = packages(GPU, fbgemm_gpu="1.7.0", torchrec=None, triton=None)
-    env = torch(replace(bare, gpus=(Gpu("NVIDIA B300", "sm_103", "590.10"),)), version="2.12.0+cu130")
-    untested, finding = diagnose(env)
-    assert untested.level == "warning"
-    assert (finding.level, finding.subject) == ("error", "fbgemm")
-    assert finding.message.startswith("fbgemm-gpu 1.7.0 holds no code for sm_103 and no PTX")
-    assert finding.cure == (f"{PY} -m pip install torch==2.13.0 fbgemm-gpu==1.8.0",)
+def fat_binary(*entries: tuple[int, int, int, bytes]) -> bytes:
+    """What nvcc puts into a library: (kind, architecture, flags, code) each."""
+    body = b""
+    for kind, arch, flags, code in entries:
+        body += struct.pack("<HHIQIIHHIIIQ", kind, 0x101, 64, len(code), 0, 0, 8, 1, arch, 0, 0, flags).ljust(64, b"\0") + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_the_code_of_a_library_is_read(tmp_path: Path):
+    magic = fat_binary()[:4]
+    (tmp_path / "a_empty.so").touch()
+    (tmp_path / "b_host.so").write_bytes(b"\x7fELF" + bytes(50) + magic + b"just these bytes")
+    first = fat_binary((2, 80, 0x8011, b"code"), (1, 80, 0x8011, b"ptx, longer"))
+    both = first + bytes(24) + fat_binary((2, 90, 0x108011, magic + bytes(90)))
+    (tmp_path / "c_small.so").write_bytes(b"\x7fELF" + bytes(100) + both + bytes(9))
+    (tmp_path / "d_large.so").write_bytes(bytes(9999) + fat_binary((2, 120, 0, b"")))
+    assert archs_of(tmp_path) == ("compute_80", "sm_80", "sm_90a")
+    (tmp_path / "c_small.so").write_bytes(both[: len(first) + 60])
+    assert archs_of(tmp_path) == ("compute_80", "sm_80")
+    (tmp_path / "c_small.so").unlink()
+    assert archs_of(tmp_path) == ("sm_120",)
 
 
 PAINS = {
     1: ("fbgemm of another torch", "torchrec of another torch", "fbgemm that does not load", "the CUDA build over the CPU build"),
-    2: ("a GPU for which torch has no code",),
+    2: ("a GPU for which FBGEMM has no code", "a GPU for which torch has no code"),
     3: ("a library built from source",),
     4: ("FBGEMM on a Grace host",),
     5: ("a nightly torch", "an untested torch"),

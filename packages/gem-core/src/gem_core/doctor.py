@@ -16,8 +16,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gem_core.doctor_archs import archs_of
 from gem_core.errors import GemError
 
 if TYPE_CHECKING:
@@ -43,9 +45,6 @@ RELEASES = {"2.11": Release("3.6", "1.6.0", "1.6.1"), "2.13": Release(None, "1.8
 PYTHONS = ((3, 11), (3, 13))
 """First and last Python for which FBGEMM and TorchRec publish wheels."""
 
-WHEELS_WITHOUT = {(FBGEMM_CUDA, "1.7.0"): ("sm_103",)}
-"""Wheels that hold neither machine code nor PTX for an architecture which their torch supports."""
-
 DRIVERS = {"12": 525, "13": 580}
 """CUDA major -> oldest driver branch that runs it."""
 
@@ -54,6 +53,10 @@ LISTED = (
     "tensorboard", "nvidia-cutlass-dsl",
 )  # fmt: skip
 IMPORTED = {"torch": "torch", "triton": "triton", FBGEMM_CUDA: "fbgemm_gpu", FBGEMM_CPU: "fbgemm_gpu", "torchrec": "torchrec"}
+
+
+WITHOUT_FBGEMM = "gemrec train CONFIG --set parallel.sparse=gem-2d --set parallel.gem-2d.kernel=torch"
+"""Sharded tables on a GPU for which there is no FBGEMM."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,9 @@ class Torch:
 class Environment:
     """Everything that `diagnose` looks at.
 
-    ``broken_imports``: distribution -> why importing it fails. ``conflicts``: (distribution, what pip's check says of it) of installed
-    distributions that miss a need or have it in a wrong version. ``built``: distribution -> where it was built from, of those that did not
-    come as a published wheel.
+    ``fbgemm_archs``: what FBGEMM's CUDA build holds code for. ``broken_imports``: distribution -> why importing it fails. ``conflicts``:
+    (distribution, what pip's check says of it) of installed distributions that miss a need or have it in a wrong version. ``built``:
+    distribution -> where it was built from, of those that did not come as a published wheel.
     """
 
     python: tuple[int, int, int]
@@ -94,6 +97,7 @@ class Environment:
     packages: dict[str, str]
     torch: Torch | None
     gpus: tuple[Gpu, ...] = ()
+    fbgemm_archs: tuple[str, ...] = ()
     broken_imports: dict[str, str] = field(default_factory=dict)
     conflicts: tuple[tuple[str, str], ...] = ()
     built: dict[str, str] = field(default_factory=dict)
@@ -247,19 +251,17 @@ def _fbgemm(env: Environment) -> Iterator[Finding]:
         yield Finding("error", "fbgemm", message, cure)
     elif cpu is not None and not cpu_machine and env.system.endswith("aarch64"):
         message = f"FBGEMM has no CUDA wheel for aarch64; {FBGEMM_CPU} {cpu} has no CUDA kernels: tables need a strategy without FBGEMM"
-        yield Finding("warning", "fbgemm", message, ("gemrec train CONFIG --set parallel.sparse=gem-2d",))
+        yield Finding("warning", "fbgemm", message, (WITHOUT_FBGEMM,))
     elif cpu is not None and not cpu_machine:
         message = f"{FBGEMM_CPU} {cpu} is a CPU build, but torch is built for CUDA: embedding tables would have no CUDA kernels"
         yield Finding("error", "fbgemm", message, cure)
     elif env.torch is not None and (release := RELEASES.get(_minor(env.torch.version))) and not _starts(found, release.fbgemm):
         message = f"{build} {found} was not built for torch {env.torch.version}, which needs {build} {release.fbgemm}: undefined symbols"
         yield Finding("error", "fbgemm", message, cure)
-    for (name, version), archs in WHEELS_WITHOUT.items():
-        for arch in sorted({g.arch for g in env.gpus} & set(archs)):
-            if env.packages.get(name) == version:
-                message = f"{name} {version} holds no code for {arch} and no PTX: every operator fails on this GPU"
-                newest = list(RELEASES.values())[-1]
-                yield Finding("error", "fbgemm", message, (_pip(env, f"install torch==2.13.0 {name}=={newest.fbgemm}"),))
+    for arch in sorted({g.arch for g in env.gpus}):
+        if env.fbgemm_archs and not _covered(arch, env.fbgemm_archs):
+            message = f"{build} {found} holds no code that runs on {arch} ({', '.join(env.fbgemm_archs)}): every operator fails on this GPU"
+            yield Finding("error", "fbgemm", message, (WITHOUT_FBGEMM,))
 
 
 def _torchrec(env: Environment) -> Iterator[Finding]:
@@ -356,6 +358,7 @@ def probe() -> Environment:
         packages=packages,
         torch=_read_torch(packages),
         gpus=_read_gpus(),
+        fbgemm_archs=_read_fbgemm() if FBGEMM_CUDA in packages else (),
         broken_imports=_try_imports(packages),
         conflicts=_read_conflicts({p["name"] for p in plugins}),
         built=_read_built(),
@@ -392,6 +395,11 @@ def _read_gpus() -> tuple[Gpu, ...]:
         Gpu(name, "sm_" + capability.replace(".", ""), driver, int(mib) << 20 if mib.isdigit() else None)
         for name, capability, driver, mib in rows
     )
+
+
+def _read_fbgemm() -> tuple[str, ...]:
+    folder = Path(str(metadata.distribution(FBGEMM_CUDA).locate_file("fbgemm_gpu")))
+    return archs_of(folder) if folder.is_dir() else ()
 
 
 def _read_conflicts(plugins: set[str]) -> tuple[tuple[str, str], ...]:

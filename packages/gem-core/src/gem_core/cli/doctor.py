@@ -45,6 +45,8 @@ def doctor(
         print("\n".join(f"{name} {version}" for name, version in env.packages.items()))
         if env.torch is not None:
             print(f"CUDA of torch: {env.torch.cuda or 'none (CPU build)'}; NCCL: {env.torch.nccl or 'none'}")
+        if env.fbgemm_archs:
+            print(f"FBGEMM has code for: {', '.join(env.fbgemm_archs)}")
         print("\n".join(f"{g.name} ({g.arch}), driver {g.driver}" for g in env.gpus) or "no GPU")
         print("\n".join(f"plug-in {p['name']} {p['version']}: {p['state']}" for p in env.plugins))
         if report.demand is not None:

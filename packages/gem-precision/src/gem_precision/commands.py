@@ -53,7 +53,7 @@ def bench(out: Annotated[Path, typer.Option("--out", help="Folder for the result
     from gem_precision.bench import gpu
 
     result = gpu.run(out)
-    for row in (*result["quantise"], *result["linear"], *result["attention"], *result["guard"]):
+    for row in (*result["quantise"], *result["linear"], *result["attention"]):
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     print(f"written to {out}")
 

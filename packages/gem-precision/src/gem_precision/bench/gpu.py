@@ -5,12 +5,11 @@ Every variant is checked before it is timed. Times are medians of CUDA-graph rep
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.errors import DeviceError, NumericsError
-from gem_core.hookspecs import Guard
 from gem_core.ops.contract import OpPrecision
 from gem_precision.formats import quantize_mx
-from gem_precision.guard import GuardConfig
+from gem_precision.fused import ACTIVATIONS
 from gem_precision.kernels.quantize import TILES, quantize_matrix
 from gem_precision.linear import LowPrecisionLinear, convert_linear
 from gem_precision.policy import LinearPolicy, Operand, fp8_linear, mx_linear
-from gem_precision.recipe import RecipeConfig, apply
 from gem_precision.site import Site
 
 ROWS = 262_144
@@ -115,26 +112,24 @@ def quantise_rates(columns: int = 1024, tiles: Mapping[str, list[dict[str, Any]]
     return rows
 
 
-def linear_speed(width: int, policies: Mapping[str, LinearPolicy] | None = None, rows: int = ROWS) -> list[dict[str, Any]]:
-    """Forward and backward of a ``width -> width`` linear, quantising included, against bf16; plain, behind a norm, behind GELU.
+def linear_speed(k: int, n: int, policies: Mapping[str, LinearPolicy] | None = None, rows: int = ROWS) -> list[dict[str, Any]]:
+    """Forward and backward of a ``k -> n`` linear, quantising included, against bf16; plain, behind a norm, behind activations.
 
     :raises NumericsError: an output or gradient below the SQNR floors; nothing is timed then.
     """
     require_cuda()
     policies = policies or {"fp8-block": fp8_linear("block"), "fp8-rowwise": fp8_linear("rowwise", wgrad=False)}
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    g = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-    plain = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
+    plain = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
     befores: dict[str, Callable[[nn.Module], Callable[[], Tensor]]] = {
         "plain": lambda net: lambda: net(x),
         "norm": lambda net: (lambda: net.after_norm(x, "rms", 1e-6)) if isinstance(net, LowPrecisionLinear) else (lambda: net(ops.norm(x))),
-        "gelu": lambda net: (
-            (lambda: net.after_activation(x, "gelu")) if isinstance(net, LowPrecisionLinear) else (lambda: net(nn.functional.gelu(x)))
-        ),
+        **{name: partial(_behind, name, x) for name in ("relu", "silu", "gelu")},
     }
     nets: dict[str, nn.Module] = {"bf16": plain}
     for name, policy in policies.items():
-        linear = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+        linear = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
         linear.weight.data.copy_(plain.weight.data)
         nets[name] = convert_linear(linear, Site(name, "linear", [(name, policy)]))
     rows_out = []
@@ -150,13 +145,19 @@ def linear_speed(width: int, policies: Mapping[str, LinearPolicy] | None = None,
 
             variants[name], results[name] = both, both()
         for name in policies:
-            _check(results["bf16"], results[name], f"{name} {step} {width}")
+            _check(results["bf16"], results[name], f"{name} {step} {k} -> {n}")
         del results
         times = interleaved(variants)
         for name, t in times.items():
             ratio = times["bf16"]["graph_ms"] / t["graph_ms"]
-            rows_out.append({"recipe": name, "before": step, "k": width, "n": width, **t, "ratio": ratio})
+            rows_out.append({"recipe": name, "before": step, "k": k, "n": n, **t, "ratio": ratio})
     return rows_out
+
+
+def _behind(activation: str, x: Tensor, net: nn.Module) -> Callable[[], Tensor]:
+    if isinstance(net, LowPrecisionLinear):
+        return lambda: net.after_activation(x, activation)
+    return lambda: net(ACTIVATIONS[activation](x))
 
 
 def attention_speed(samples: int = 512, longest: int = 1024, heads: int = 4, width: int = 128) -> list[dict[str, Any]]:
@@ -200,44 +201,6 @@ def _with_gradients(run: Callable[[], Tensor], inputs: tuple[Tensor, ...], g: Te
     return torch.autograd.grad(run(), inputs, g)
 
 
-def guard_overhead(width: int = 2048, layers: int = 8, rows: int = 65_536, rounds: int = 9) -> dict[str, Any]:
-    """What watching costs a training step of ``layers`` linears in fp8-block: wall milliseconds of a step without the guard, of one between
-    two samples and of a sampled one, medians of interleaved rounds; ``overhead`` is the mean share at the default rhythm."""
-    device = require_cuda()
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-    steps: dict[str, Callable[[], None]] = {}
-    every = GuardConfig().sample_every
-    for name, guard_config in (
-        ("off", GuardConfig(enabled=False)),
-        ("idle", GuardConfig(sample_every=10**9)),
-        ("sampled", GuardConfig(sample_every=1)),
-    ):
-        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).cuda()
-        guard = apply(net, "fp8-block", config=RecipeConfig(allow_slow=True, keep=("none",), guard=guard_config))
-        counter = itertools.count(2)
-
-        def step(net: nn.Module = net, guard: Guard = guard, counter: Iterator[int] = counter) -> None:
-            loss = net(x).float().square().mean()
-            loss.backward()
-            guard.on_step(next(counter), loss.detach())
-
-        steps[name] = step
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + 1):
-        for name, step in steps.items():
-            in_a_row = 1 if name == "sampled" else 10
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(in_a_row):
-                step()
-            torch.cuda.synchronize()
-            if index:
-                times[name].append(1e3 * (time.perf_counter() - began) / in_a_row)
-    ms = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
-    overhead = (ms["idle_ms"] - ms["off_ms"] + (ms["sampled_ms"] - ms["idle_ms"]) / every) / ms["off_ms"]
-    return {"device": device, "width": width, "layers": layers, "rows": rows, **ms, "overhead": overhead}
-
-
 def _check(reference: tuple[Tensor, ...], found: tuple[Tensor, ...], where: str, floors: Mapping[str, float] = FLOORS) -> None:
     for name, a, b in zip(floors, reference, found):
         a, b = a.detach()[:8192].double(), b.detach()[:8192].double()
@@ -246,13 +209,17 @@ def _check(reference: tuple[Tensor, ...], found: tuple[Tensor, ...], where: str,
             raise NumericsError(f"{name} has {sqnr:.1f} dB, the floor is {floors[name]:.0f}", where=where)
 
 
-def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[str, Any]:
+SHAPES = ((512, 512), (512, 1536), (1024, 1024), (1024, 2048), (1024, 3072), (2048, 2048), (4096, 4096))
+"""(k, n) that the table of refused shapes is made of."""
+
+
+def run(out: Path, shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, Any]:
     """Everything; writes ``precision.json`` and the speed table ``speed-sm_XX.json`` (see `gem_precision.speed`) into ``out``."""
     device = require_cuda()
     major, minor = torch.cuda.get_device_capability()
-    policies = {"fp8-block": fp8_linear("block"), "fp8-rowwise": fp8_linear("rowwise", wgrad=False)}
+    block, rowwise = {"fp8-block": fp8_linear("block")}, {"fp8-rowwise": fp8_linear("rowwise", wgrad=False)}
     if major >= 10:
-        policies["mxfp8"] = mx_linear()
+        block["mxfp8"] = mx_linear()
     candidates = {
         "rows": [TILES["gluon_rows"], {"ROWS": 32, "WIDTH": 128, "num_warps": 4}, TILES["mx"]],
         "both": [TILES["gluon_both_mx"], TILES["gluon_both"], TILES["mx_both"]],
@@ -264,8 +231,9 @@ def run(out: Path, widths: tuple[int, ...] = (512, 1024, 2048, 4096)) -> dict[st
         "rows": ROWS,
         "command": "gemrec bench precision",
     }
-    result = header | {"quantise": quantise_rates(tiles=candidates), "guard": [guard_overhead()]}
-    speeds = [row for width in widths for row in linear_speed(width, policies)]
+    result = header | {"quantise": quantise_rates(tiles=candidates)}
+    # two passes over every operand: a square tells
+    speeds = [row for k, n in shapes for row in linear_speed(k, n, block | (rowwise if k == n else {}))]
     result |= {"linear": speeds, "attention": attention_speed()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "precision.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -207,10 +207,13 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         until = began + args.budget
         for found in run(bench, args.steps, args.warmup, args.rounds, lambda line: print(line, flush=True), until):
-            where = {"command": " ".join(["python -m gem_parallel.bench.recompute", *sys.argv[1:]]), **environment(rt.device)}
+            where = {**environment(rt.device), "command": " ".join(["python -m gem_parallel.bench.recompute", *sys.argv[1:]])}
             (args.out / "recompute.json").write_text(json.dumps({"environment": where, **found}, indent=1) + "\n")
             text = "\n\n".join(f"## {name}\n\n{table(rows)}" for name, rows in found.items())
-            head = f"{where.get('device')}; {where.get('versions')}\n\n`{where['command']}`"
+            versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+            head = (
+                f"{where['device']}; {versions}; {config.data.batch_size} samples, {args.steps} steps a measurement\n\n`{where['command']}`"
+            )
             (args.out / "recompute.md").write_text(f"# recompute\n\n{head}\n\n{text}\n")
             print(text, flush=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.program import UnitTimes, part_seconds
@@ -107,7 +108,7 @@ def levels(workload: Workload, cluster: Cluster, times: tuple[UnitTimes, ...], r
         for unit, time, group, pick in zip(workload.units, times, groups, picks):
             choice = unit.choices[pick - 1] if pick else None
             kept = choice.saved if choice else unit.saved
-            more = {"again": choice.parts, "launches": unit.launches + choice.launches} if choice else {}
+            more: dict[str, Any] = {"again": choice.parts, "launches": unit.launches + choice.launches} if choice else {}
             units.append(replace(unit, saved=kept, restored=unit.saved - kept, **more))
             slower.append(replace(time, backward=time.backward + group[pick][1]))
             modules += [f"layers.{unit.name.removeprefix('layer ')}.{region}" for region in choice.regions] if choice else []

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from gem_core.batch import Batch
+from gem_core.bench import overheads
+from gem_core.config import load_config
 from gem_core.config.features import Features
 from gem_core.model.presets import find
 from gem_core.sources.drawn import RandomConfig, RandomSource
@@ -52,8 +54,12 @@ def main() -> None:
     options.add_argument("preset", nargs="?", default="base")
     options.add_argument("--rows", type=int, default=3 * GROUP)
     options.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--warmup", type=int, default=30)
     options.add_argument("--out", type=Path, default=Path("bench-overheads"))
-    args, more = options.parse_known_args()
+    args = options.parse_args()
+    chosen = find(args.preset)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for split in ("train", "eval"):
@@ -61,14 +67,15 @@ def main() -> None:
             first = next(written)
             write_parquet(folder / f"{split}.parquet", first.schema, (t for part in ([first], written) for t in part))
         files = {"train": "train.parquet", "eval": "eval.parquet"}
-        chosen = find(args.preset)
         text = config_toml(args.preset, chosen.features(), files, None, model={"name": "gem", "preset": args.preset})
         write_text(folder / "config.toml", text)
         print(f"{args.rows} rows in {(folder / 'train.parquet').stat().st_size / 1e6:.0f} MB written", flush=True)
-        settings = [f"data.parquet.root={folder}", f"data.batch_size={chosen.batch_size}", *args.overrides]
-        words = [word for setting in settings for word in ("--set", setting)]
-        command = [sys.executable, "-m", "gem_core.bench.overheads", str(folder / "config.toml"), "--name", args.preset, *words]
-        sys.exit(subprocess.run([*command, "--out", str(args.out), *more], check=False).returncode)
+        settings = [*overheads.FIXED, f"data.parquet.root={folder}", f"data.batch_size={chosen.batch_size}", *args.overrides]
+        config = load_config(folder / "config.toml", settings)
+        result = overheads.measure(config, folder / "run", steps=args.steps, rounds=args.rounds, warmup=args.warmup)
+    command = shlex.join(["python", "docs/benchmarks/train_overheads.py", *sys.argv[1:]])
+    overheads.write({**result, "command": command}, args.out, args.preset)
+    print(overheads.table(result), flush=True)
 
 
 if __name__ == "__main__":

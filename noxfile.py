@@ -57,12 +57,6 @@ BUILD_TOOLS = ("hatchling", "editables")
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "GEM_PLUGINS_STRICT": "1"}
 """Two test processes with a thread each are faster than one with two; in tests every plug-in failure is an error."""
 
-TYPED = (
-    "plugins.py", "doctor.py", "hookspecs.py", "errors.py", "config", "cli", "testing", "jagged.py", "sources/contract.py",
-    "model/contract.py", "train/contract.py", "metrics/contract.py", "ops/contract.py", "ops/contracts.py",
-)  # fmt: skip
-"""What users and plug-ins build on: these modules keep mypy's strict mode."""
-
 
 def _install_torch(session: nox.Session) -> list[str]:
     """Install torch before anything can ask for it; returns the pins that hold it in place."""
@@ -156,7 +150,7 @@ def isolated(session: nox.Session, package: str) -> None:
         else:
             session.install("-c", str(constraints), *TEST_NEEDS.get(package, ()), "pytest")
     session.run("gemrec", "plugins")
-    session.run("pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
+    session.run("pytest", "-n", "2", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
 @nox.session(venv_params=VENV)
@@ -194,7 +188,7 @@ def minimums(session: nox.Session, package: str) -> None:
     editable = [word for name in dict.fromkeys(("gem-core", package)) for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     needs = () if package == "gem-parallel" else TEST_NEEDS.get(package, ())
     session.install("--no-build-isolation", *_constrained(session, pins), *editable, *TEST_TOOLS, *needs)
-    session.run("pytest", "-W", "default", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
+    session.run("pytest", "-n", "2", "-W", "default", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
 @nox.session(venv_params=VENV)
@@ -209,7 +203,7 @@ def compat(session: nox.Session) -> None:
     editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     session.install("--no-build-isolation", *_constrained(session, [f"torch=={oldest}"]), *editable, *TEST_TOOLS, *PEERS)
     _install_torchrec(session, *OLDEST_TORCHREC)
-    session.run("pytest", *(session.posargs or ["packages"]), env=QUIET_THREADS)
+    session.run("pytest", "-n", "2", *(session.posargs or ["packages"]), env=QUIET_THREADS)
 
 
 @nox.session(venv_params=VENV)
@@ -290,12 +284,11 @@ def release(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_params=VENV)
 def lint(session: nox.Session) -> None:
-    """ruff (rules and format), and mypy in strict mode on the modules that users and plug-ins build on."""
-    _install(session, ("gem-core",), "ruff", "mypy", "pytest")
+    """ruff (rules and format), and mypy in strict mode; what it does not judge is named in pyproject.toml."""
+    _install(session, PACKAGES, "ruff", "mypy", "pytest")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    # Modules that these import are read for their types and not judged.
-    session.run("mypy", "--follow-imports=silent", *(f"packages/gem-core/src/gem_core/{name}" for name in TYPED))
+    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
 
 
 def _constrained(session: nox.Session, pins: list[str]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import re
 import subprocess
@@ -87,6 +88,16 @@ def test_versions_are_ranges(root: Path):
             assert any(re.fullmatch(r"gem-core>=\d+\.\d+,<\d+", r) for r in wanted), path
             assert list(project["entry-points"]["gem"]) == [path.parent.name]
         assert project["dynamic"] == ["version"]
+
+
+def test_type_checkers_see_the_public_names(package: str, root: Path):
+    """They are loaded when asked for; a type checker reads the imports that stand beside."""
+    module = importlib.import_module(modules(root)[package])
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    branches = [node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    names = {alias.name for branch in branches for node in branch.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == set(module.__all__) - {"__version__"}
+    assert all(hasattr(module, name) for name in names)
 
 
 HEAVY = ("triton", "torchrec", "fbgemm_gpu", "pyarrow")

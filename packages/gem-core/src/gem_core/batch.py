@@ -180,7 +180,8 @@ class Batch:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         """A copy with ``fn`` applied to every tensor."""
-        return _map(self, fn)
+        mapped: Batch = _map(self, fn)
+        return mapped
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self.map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -190,7 +191,12 @@ class Batch:
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses these tensors."""
-        self.map(lambda t: (t.record_stream(stream), t)[1])
+
+        def record(t: Tensor) -> Tensor:
+            t.record_stream(stream)
+            return t
+
+        self.map(record)
 
     def split(self, n: int) -> list[Batch]:
         """At most ``n`` consecutive parts of nearly equal sample count, none empty unless the batch is. Reads offsets on the host."""

@@ -74,9 +74,7 @@ def distill(
     columns = [f"train.distill.teacher.{task}={task}_{COLUMN}" for task in tasks]
     paths = json.dumps([str(path.resolve()) for path in written])
     changes = [*given, *columns, f"data.{config.data.source}.train={paths}"]
-    result: RunResult = gem_core.train(  # type: ignore[operator]
-        load_config(student, changes), run_dir=run_dir, overwrite=overwrite, quiet=quiet
-    )
+    result: RunResult = gem_core.train(load_config(student, changes), run_dir=run_dir, overwrite=overwrite, quiet=quiet)
     return result
 
 

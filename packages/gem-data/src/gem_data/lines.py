@@ -141,7 +141,7 @@ def first_line(path: Path, delimiter: str) -> list[str]:
     """
     try:
         with pa.input_stream(str(path), compression="gzip" if _gzipped(path) else None) as stream:
-            head = stream.read(1 << 16)
+            head: bytes = stream.read(1 << 16)
     except (OSError, EOFError, pa.ArrowException) as error:
         raise _unreadable(path, str(error), 1) from error
     return head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[0].rstrip(b"\r").decode("utf-8", "replace").split(delimiter)

@@ -6,9 +6,29 @@ fastest of its implementations that supports the call; ``available(op, q, k, v, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gem_kernels.__about__ import __version__
+
+if TYPE_CHECKING:
+    from gem_core.ops import RelativeBias as RelativeBias
+    from gem_core.ops import available as available
+    from gem_core.ops import block_attention as block_attention
+    from gem_core.ops import explain as explain
+    from gem_core.ops import gdpa as gdpa
+    from gem_core.ops import jagged_attention as jagged_attention
+    from gem_core.ops import jagged_concat as jagged_concat
+    from gem_core.ops import jagged_expand as jagged_expand
+    from gem_core.ops import jagged_mean as jagged_mean
+    from gem_core.ops import jagged_split as jagged_split
+    from gem_core.ops import jagged_sum as jagged_sum
+    from gem_core.ops import jagged_to_padded as jagged_to_padded
+    from gem_core.ops import linear_norm as linear_norm
+    from gem_core.ops import mlp as mlp
+    from gem_core.ops import norm as norm
+    from gem_core.ops import norm_gdpa as norm_gdpa
+    from gem_core.ops import norm_linear as norm_linear
+    from gem_core.ops import padded_to_jagged as padded_to_jagged
 
 _OPS = (
     "RelativeBias",

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gem_precision.formats import FP8 as FP8
+    from gem_precision.formats import MX as MX
+    from gem_precision.formats import quantize_fp8 as quantize_fp8
+    from gem_precision.formats import quantize_mx as quantize_mx
+    from gem_precision.formats import rank_generator as rank_generator
+    from gem_precision.guard import GuardConfig as GuardConfig
+    from gem_precision.guard import NumericsGuard as NumericsGuard
+    from gem_precision.hadamard import random_hadamard as random_hadamard
+    from gem_precision.linear import GroupedLinear as GroupedLinear
+    from gem_precision.recipe import Recipe as Recipe
+    from gem_precision.recipe import RecipeConfig as RecipeConfig
+    from gem_precision.recipe import apply as apply
+    from gem_precision.recipe import recipes as recipes
+    from gem_precision.saved import SavedActivations as SavedActivations
 
 _LAZY = {
     "FP8": "gem_precision.formats",

@@ -55,9 +55,7 @@ def train(
         from gem_core.train.profile import Profiler
 
         callbacks.append(Profiler())
-    result = gem_core.train(  # type: ignore[operator]
-        loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=quiet
-    )
+    result = gem_core.train(loaded, run_dir=run_dir, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=quiet)
     if result.main:
         print("\n".join(report(result)))
         for profiled in callbacks:

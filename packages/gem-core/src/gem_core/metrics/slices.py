@@ -34,7 +34,7 @@ class SlicedMetrics:
 
     def __init__(self, by: Slicing, tasks: Sequence[str], build: Mapping[str, Callable[[], Metric]], group: str | None = None) -> None:
         self.by, self.group = by, group
-        self._make = lambda: MetricSet(tasks, build, group)
+        self._make: Callable[[], MetricSet] = lambda: MetricSet(tasks, build, group)
         self.sets: dict[int, MetricSet] = {}
 
     def update(self, batch: Batch, logits: Tensor, tasks: tuple[str, ...]) -> None:
@@ -54,7 +54,7 @@ class SlicedMetrics:
             weights=batch.weights,
             columns=columns,
         )
-        found, index = torch.unique(keys, return_inverse=True)  # type: ignore[no-untyped-call]
+        found, index = torch.unique(keys, return_inverse=True)
         for i, key in enumerate(found.tolist()):
             rows = torch.nonzero(index == i).squeeze(1)
             self._set(key).update(judged.take(rows), logits[rows], tasks)

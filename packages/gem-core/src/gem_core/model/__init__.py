@@ -7,6 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gem_core.hookspecs import ModelSpec
+    from gem_core.model.config import DinConfig as DinConfig
+    from gem_core.model.config import GemConfig as GemConfig
+    from gem_core.model.config import RetrievalConfig as RetrievalConfig
+    from gem_core.model.contract import Lookup as Lookup
+    from gem_core.model.contract import ModelOutput as ModelOutput
+    from gem_core.model.contract import Retrieval as Retrieval
+    from gem_core.model.contract import Tables as Tables
+    from gem_core.model.contract import TableSet as TableSet
+    from gem_core.model.contract import TableSpec as TableSpec
+    from gem_core.model.contract import TableState as TableState
+    from gem_core.model.flops import ModelFlops as ModelFlops
+    from gem_core.model.loss import task_loss as task_loss
+    from gem_core.model.presets import preset as preset
+    from gem_core.model.tables import LocalTables as LocalTables
+    from gem_core.model.tables import deferred_tables as deferred_tables
 
 _LAZY = {
     "DinConfig": "gem_core.model.config",

@@ -26,6 +26,7 @@ from gem_core.ops.remember import remembered
 
 Call = tuple[str, tuple[Tensor | None, ...], tuple[int, ...], str]
 """Op, tensors, sizes, spec: the arguments of the custom op."""
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,26 @@ def gdpa(
 
 
 def _prepare(
-    op, options, q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, causal, window, bias, num_targets, target_kv, context_len,
-    broadcast_q, kv_index, precision, backend,
-) -> Call:  # fmt: skip
+    op: str,
+    options: list[tuple[str, Any]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
+    max_q_len: int | None,
+    max_k_len: int | None,
+    causal: bool,
+    window: int | tuple[int, int] | None,
+    bias: RelativeBias | None,
+    num_targets: Tensor | None,
+    target_kv: Pair | None,
+    context_len: Tensor | None,
+    broadcast_q: bool,
+    kv_index: Tensor | None,
+    precision: OpPrecision | None,
+    backend: str | None,
+) -> Call:
     target_k, target_v = (None, None) if target_kv is None else target_kv
     q, k, v, target_k, target_v = autocast(q, k, v, target_k, target_v)
     if k_offsets is None:
@@ -155,7 +173,19 @@ def _prepare(
     return op, tensors, sizes, finish(op, tensors, options, backend, precision)
 
 
-def _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, context_len, broadcast_q, kv_index) -> None:
+def _check_shapes(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
+    num_targets: Tensor | None,
+    target_kv: Pair | None,
+    context_len: Tensor | None,
+    broadcast_q: bool,
+    kv_index: Tensor | None,
+) -> None:
     checks.check_tensor(op, "q", q, 3, "[Nq, H, D]")
     checks.check_tensor(op, "k", k, 3, "[Nk, Hkv, D]")
     checks.check_tensor(op, "v", v, 3, "[Nk, Hkv, Dv]")
@@ -184,6 +214,7 @@ def _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, con
     if kv_index is not None:
         checks.check_index(op, "kv_index", kv_index, q, "[B]")
     if not broadcast_q:
+        assert q_offsets is not None  # checked above
         samples = q_offsets.shape[0] - 1
         keyed = k_offsets.shape[0] - 1 if kv_index is None else kv_index.shape[0]
         name = "k_offsets" if kv_index is None else "kv_index"
@@ -193,13 +224,24 @@ def _check_shapes(op, q, k, v, q_offsets, k_offsets, num_targets, target_kv, con
                 checks.check_index(op, label, t, q, "[B]")
                 checks.require(t.shape[0] == samples, op, label, "{} has {} values for {} samples", label, t.shape[0], samples)
     if target_kv is not None:
-        for label, t, like in (("target_kv[0]", target_k, k), ("target_kv[1]", target_v, v)):
-            checks.check_tensor(op, label, t, 3, "[Nq, Hkv, D]")
+        for label, own, like in (("target_kv[0]", target_kv[0], k), ("target_kv[1]", target_kv[1], v)):
+            checks.check_tensor(op, label, own, 3, "[Nq, Hkv, D]")
             want = (q.shape[0], like.shape[1], like.shape[2])
-            checks.require(tuple(t.shape) == want, op, "target_kv", "{} has shape {}, not {}", label, tuple(t.shape), want)
+            checks.require(tuple(own.shape) == want, op, "target_kv", "{} has shape {}, not {}", label, tuple(own.shape), want)
 
 
-def _check_combination(op, causal, window, bias, num_targets, target_kv, context_len, broadcast_q, kv_index, q_offsets) -> None:
+def _check_combination(
+    op: str,
+    causal: bool,
+    window: int | tuple[int, int] | None,
+    bias: RelativeBias | None,
+    num_targets: Tensor | None,
+    target_kv: Pair | None,
+    context_len: Tensor | None,
+    broadcast_q: bool,
+    kv_index: Tensor | None,
+    q_offsets: Tensor | None,
+) -> None:
     if broadcast_q:
         given = {
             "q_offsets": q_offsets, "causal": causal or None, "window": window, "num_targets": num_targets, "context_len": context_len,
@@ -227,7 +269,7 @@ def _check_bias(op: str, bias: RelativeBias, q: Tensor, k: Tensor) -> None:
         if isinstance(t, Tensor):
             checks.require(t.device == q.device, op, f"bias.{name}", "bias.{} is on {}, q on {}", name, t.device, q.device)
     checks.check_float(op, **{"bias.position": position, "bias.time": bias.time})
-    rest = {"time_edges": bias.time_edges, "q_times": bias.q_times, "k_times": bias.k_times}
+    rest: dict[str, Any] = {"time_edges": bias.time_edges, "q_times": bias.q_times, "k_times": bias.k_times}
     if bias.time is None:
         for name, t in rest.items():
             checks.require(t is None, op, f"bias.{name}", "bias.{} is given without bias.time", name)

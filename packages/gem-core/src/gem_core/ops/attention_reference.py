@@ -9,7 +9,7 @@ The oracle that every other implementation is held to. Written to be read beside
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from gem_core.ops import activations, masks
 from gem_core.ops.contract import YES, Problem, Supported, no
 from gem_core.ops.contracts import GDPA
 
-Saved = tuple[Tensor | None, ...]
+Saved = tuple[Any, ...]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -215,7 +215,7 @@ def gdpa_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[boo
     return gradients.result(needs)
 
 
-def pointwise(problem: Problem, scores: Tensor, fn, visible: Tensor) -> Tensor:
+def pointwise(problem: Problem, scores: Tensor, fn: Callable[[str, Tensor], Tensor], visible: Tensor) -> Tensor:
     """``scale_out · fn(scores)`` with each head's activation, 0 where not visible."""
     names = activations.per_head(problem.option("activation"), scores.shape[0])
     values = torch.stack([fn(name, scores[h]) for h, name in enumerate(names)])

@@ -55,7 +55,9 @@ def block_attention(
     return torch.ops.gem.block_attention.default(*tensors, finish(OP, tensors, options, backend, precision))
 
 
-def _check_shapes(q, k, v, offsets, block_size, rotary, rotary_rows) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, rotary: tuple[Tensor, Tensor] | None, rotary_rows: Tensor | None
+) -> None:
     checks.check_tensor(OP, "q", q, 3, "[N, H, D]")
     checks.check_tensor(OP, "k", k, 3, "[N, Hkv, D]")
     checks.check_tensor(OP, "v", v, 3, "[N, Hkv, Dv]")

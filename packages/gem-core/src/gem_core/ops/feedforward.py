@@ -59,7 +59,9 @@ def _hidden(problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None) -> tuple
     return n, inner, hidden if b1 is None else hidden + b1.to(n.dtype)
 
 
-def forward(problem: Problem, x, w1, b1, w2, b2, residual):
+def forward(
+    problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, residual: Tensor | None
+) -> tuple[tuple[Tensor, Tensor | None], Saved]:
     total = None if residual is None else x + residual
     normed = x if total is None else total
     n, _, hidden = _hidden(problem, normed, w1, b1)

@@ -13,9 +13,10 @@ from gem_core.ops.contract import OpPrecision
 from gem_core.ops.contracts import contracts
 
 CONTRACTS = contracts()
+Options = Sequence[tuple[str, Any]]
 
 
-def finish(op: str, tensors: Sequence[Tensor | None], options, backend: str | None, precision: OpPrecision | None = None) -> str:
+def finish(op: str, tensors: Sequence[Tensor | None], options: Options, backend: str | None, precision: OpPrecision | None = None) -> str:
     """The ``spec`` argument: options, which optional tensors are there, gradients wanted, and the implementation asked for."""
     contract = CONTRACTS[op]
     present = [n for n, t in zip(contract.tensors, tensors) if t is not None and n in contract.optional]

@@ -78,8 +78,8 @@ def _precision(text: str) -> OpPrecision | None:
     if not text:
         return None
     operands, rows, columns, *rest = text.split(",")
-    names = [f.name for f in fields(OpPrecision)]
-    return OpPrecision(**dict(zip(names, (operands, (int(rows), int(columns)), *rest))))
+    values: tuple[Any, ...] = (operands, (int(rows), int(columns)), *rest)
+    return OpPrecision(**{f.name: value for f, value in zip(fields(OpPrecision), values)})
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,15 @@ def _define_backward(definition: OpDefinition) -> None:
         return named, tuple(args[n : n + len(douts)]), sizes, tuple(args[-3]), args[-2]
 
     def run(*args: Any) -> tuple[Tensor, ...] | Tensor:
-        named, grads, sizes, needs, spec = unpack(args)
+        named, given, sizes, needs, spec = unpack(args)
         problem = problem_for(definition, named, sizes, spec)
         kernel = dispatch.choose_backward(problem, decode(spec).backend)
-        dout = grads[0] if len(grads) == 1 else grads
+        dout = given[0] if len(given) == 1 else given
+        assert kernel.backward is not None  # what was chosen has one
         with without_autocast(problem.device):
             result = kernel.backward(problem, args[: len(names)], dout, needs)
         like = next(t for t in named.values() if t is not None)
-        grads = [t if need else None for t, need in zip(result, needs)]
+        grads: list[Any] = [t if need else None for t, need in zip(result, needs)]
         siblings_of_one = siblings.place(_ranges(args[-1]), grads)
         return _plain([t if i in siblings_of_one else _dense(t, like) for i, t in enumerate(grads)])
 

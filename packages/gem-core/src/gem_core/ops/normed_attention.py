@@ -6,7 +6,7 @@ out − q, so that backward needs no second pass over the keys for the RMSNorm's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class _Sample:
         o = (self.p @ self.v + self.l).transpose(0, 1)
         self.second = Norm(o.flatten(1), "rms", eps)
 
-    def _each_head(self, fn) -> Tensor:
+    def _each_head(self, fn: Callable[[str, Tensor], Tensor]) -> Tensor:
         names = activations.per_head(self.problem.option("activation"), self.scores.shape[0])
         return self.problem.option("scale_out") * torch.stack([fn(n, self.scores[h]) for h, n in enumerate(names)])
 
@@ -111,12 +111,13 @@ class _Sample:
         return dq, (dscores.transpose(1, 2) @ self.l).transpose(0, 1), (self.p.transpose(1, 2) @ do).transpose(0, 1)
 
 
-def forward(problem: Problem, q, k, v, q_offsets, k_offsets):
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> tuple[Tensor, Saved]:
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     mean, rstd, out_rstd = (torch.zeros(q.shape[0], dtype=compute_dtype(q.dtype), device=q.device) for _ in range(3))
     for rows, keys in _samples(q_offsets, k_offsets):
         s = _Sample(problem, q[rows], k[keys], v[keys])
         out[rows] = (s.second.out.view(s.shape) + q[rows].to(s.dtype)).to(q.dtype)
+        assert s.first.mean is not None  # a layer norm has one
         mean[rows], rstd[rows], out_rstd[rows] = s.first.mean, s.first.rstd, s.second.rstd
     return out, (q, k, v, q_offsets, k_offsets, out, mean, rstd, out_rstd)
 

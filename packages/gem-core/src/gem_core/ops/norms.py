@@ -24,6 +24,8 @@ from gem_core.ops.frontend import autocast, finish
 from gem_core.ops.library import Named, OpDefinition, Sizes, Spec
 
 KINDS = ("rms", "layer")
+Normed = tuple[Tensor, Tensor | None]
+"""A result, and x + residual where there is one."""
 
 
 def norm(
@@ -215,7 +217,7 @@ def zeros_for_none(dout: Tensor | None, shape: Sequence[int], like: Tensor) -> T
     return like.new_zeros(tuple(shape), dtype=dtype) if dout is None else dout.to(dtype)
 
 
-def norm_forward(problem: Problem, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None):
+def norm_forward(problem: Problem, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> tuple[Normed, Saved]:
     total = None if residual is None else x + residual
     normed = x if total is None else total
     n = Norm(normed, problem.option("kind"), problem.option("eps"), weight, bias)
@@ -231,7 +233,15 @@ def norm_backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...
     return pick((dx, dweight, dbias), (x, weight, bias), needs)
 
 
-def norm_linear_forward(problem: Problem, x, w, b, norm_weight, norm_bias, residual):
+def norm_linear_forward(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Normed, Saved]:
     total = None if residual is None else x + residual
     normed = x if total is None else total
     n = Norm(normed, problem.option("kind"), problem.option("eps"), norm_weight, norm_bias)
@@ -256,7 +266,9 @@ def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return z if b is None else z + b.to(dtype)
 
 
-def linear_norm_forward(problem: Problem, x, w, b, norm_weight, norm_bias):
+def linear_norm_forward(
+    problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None
+) -> tuple[Tensor, Saved]:
     n = Norm(_linear(x, w, b), problem.option("kind"), problem.option("eps"), norm_weight, norm_bias)
     y = n.out.to(x.dtype)
     return y, (x, w, b, norm_weight, norm_bias, y, n.rstd)

@@ -29,9 +29,11 @@ def groups(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[rang
     return found
 
 
-def _follows(first: Tensor, t: Tensor | None, place: int, count: int) -> bool:
+def _follows(first: Tensor | None, t: Tensor | None, place: int, count: int) -> bool:
     """Whether ``t`` is slice number ``place`` of ``count``, ``first`` being number 0."""
-    if t is None or t.shape != first.shape or t.stride() != first.stride() or t.dtype != first.dtype or t.device != first.device:
+    if first is None or t is None:
+        return False
+    if t.shape != first.shape or t.stride() != first.stride() or t.dtype != first.dtype or t.device != first.device:
         return False
     size = t.shape[1] * t.shape[2]
     return t.stride(0) == count * size and t.storage_offset() == first.storage_offset() + place * size

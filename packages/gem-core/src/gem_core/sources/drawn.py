@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from gem_core.sources.laws import LengthLaw, LognormalLaw
 from gem_core.sources.order import Cursor
 from gem_core.sources.shuffle import Shuffle
 
-Floats, Ints = NDArray[np.float64], NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
 START, GAP = 1_704_067_200, 3600
 """Time of the first sample, and the mean time between two events of a history; in seconds."""
@@ -231,7 +232,7 @@ def _normal(counters: U64, key: str) -> Floats:
 
 
 def _vectors(sample: U64, name: str, dim: int) -> Tensor:
-    flat = (sample[:, None] + np.arange(dim, dtype=np.uint64)).reshape(-1)
+    flat: U64 = np.add.outer(sample, np.arange(dim, dtype=np.uint64)).ravel()
     return torch.from_numpy(_normal(flat, name).reshape(len(sample), dim).astype(np.float32))
 
 

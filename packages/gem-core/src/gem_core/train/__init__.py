@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from gem_core.hookspecs import CallbackSpec, RecipeSpec, StrategySpec
 
@@ -81,5 +81,5 @@ class _CallableModule(ModuleType):
         return Trainer(config, run_dir=run_dir, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=quiet).run()
 
 
-train = sys.modules[__name__]
+train = cast(_CallableModule, sys.modules[__name__])
 train.__class__ = _CallableModule

@@ -53,7 +53,7 @@ class Feed:
     ) -> None:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.runtime = runtime if runtime is not None and runtime.world > 1 else None
-        self._progress = (lambda: None) if runtime is None else runtime.progress
+        self._progress: Callable[[], None] = (lambda: None) if runtime is None else runtime.progress
         self.epoch = 0
         self._resumed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

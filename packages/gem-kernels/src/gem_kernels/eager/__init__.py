@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gem_core import KernelSpec
 
 NAME = "eager"
@@ -14,7 +16,7 @@ def specs() -> list[KernelSpec]:
     from gem_kernels.eager import dense as d
     from gem_kernels.eager import moves as m
 
-    offered = {
+    offered: dict[str, Any] = {
         "jagged_attention": (a.jagged_attention_forward, a.backward),
         "gdpa": (a.gdpa_forward, a.backward),
         "block_attention": (a.block_forward, a.block_backward),

@@ -24,7 +24,7 @@ from torch import Tensor
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
 
-Run = Callable[[], Tensor]
+Run = Callable[[], Any]
 
 
 def lengths(batch: int, mean: float, seed: int = 0, longest: int = 512) -> Tensor:
@@ -46,7 +46,7 @@ def cases(args: argparse.Namespace) -> dict[str, tuple[Callable[[str], Run], Run
     q, k, v = rows(n), rows(n), rows(n)
     few = lengths_to_offsets(torch.full((args.batch,), 16))
     few_k, few_v, seeds = rows(16 * args.batch), rows(16 * args.batch), rows(8)
-    flags = {"max_q_len": longest, "max_k_len": longest}
+    flags: dict[str, Any] = {"max_q_len": longest, "max_k_len": longest}
     table = torch.randn(heads, 2 * 64 + 1, requires_grad=True)
 
     def padded(x: Tensor) -> Tensor:

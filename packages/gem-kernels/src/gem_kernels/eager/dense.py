@@ -34,6 +34,8 @@ class RowNorm:
         self.x, self.kind, self.eps, self.weight, self.bias = x, kind, eps, weight, bias
         self.dtype = compute_dtype(x)
         self.fused = kind == "layer" and all(t is None or t.dtype == x.dtype for t in (weight, bias))
+        self.mean: Tensor | None
+        self.rstd: Tensor | None
         self.mean, self.rstd = (None, None) if stats is None else stats
 
     def forward(self) -> Tensor:

@@ -175,7 +175,7 @@ def _weights(score: Score, rows: Tensor, group: Group, want_lse: bool) -> tuple[
     if mask is not None:
         rows.masked_fill_(~mask, -torch.inf)
     weights = torch.softmax(rows, -1)
-    if some_blind:
+    if mask is not None and some_blind:
         weights.masked_fill_(~mask, 0.0)
     if not want_lse:
         return weights, None

@@ -405,7 +405,9 @@ def _band(distance: Tensor, masking: Masking) -> Tensor:
     return seen
 
 
-def _general_mask(samples: Samples, part: Items, masking: Masking, i: Tensor, at: Tensor, valid: Tensor | None, tensor) -> Tensor:
+def _general_mask(
+    samples: Samples, part: Items, masking: Masking, i: Tensor, at: Tensor, valid: Tensor | None, tensor: Callable[..., Tensor]
+) -> Tensor:
     """``[n, rows, keys]``: `masks.visible` for a batch of items."""
     s = part.sample
     zeros = np.zeros_like(s)

@@ -5,6 +5,8 @@ Training, other dtypes, and machines without a compiler use the implementations 
 
 from __future__ import annotations
 
+from typing import Any
+
 from gem_core import KernelSpec
 
 NAME = "native"
@@ -16,7 +18,7 @@ def specs() -> list[KernelSpec]:
     from gem_kernels.native import calls as c
     from gem_kernels.native.program import program
 
-    offered = {
+    offered: dict[str, Any] = {
         "jagged_attention": c.jagged_attention,
         "gdpa": c.gdpa,
         "norm": c.norm,

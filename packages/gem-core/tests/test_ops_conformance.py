@@ -138,6 +138,33 @@ def _leaks(problem: Any, out: Any, tensors: Any) -> Any:
     return out + 0 * tensors[1][: int(tensors[4][-1])].sum().to(out.dtype)
 
 
+def _contiguous(t: torch.Tensor) -> torch.Tensor:
+    """The memory of ``t`` read as if its rows lay one after another."""
+    return t.as_strided(t.shape, torch.empty(t.shape).stride()) if t.numel() else t
+
+
+def _without_k(problem: Any, saved: Any, dout: Any, needs: Any) -> Any:
+    grads = GDPA.backward(problem, saved, dout, needs)
+    return grads if needs[0] or grads[1] is None else (grads[0], torch.zeros_like(grads[1]), *grads[2:])
+
+
+def _of_rows(problem: Any, *tensors: Any) -> Any:
+    return GDPA.forward(problem, _contiguous(tensors[0]), *tensors[1:])
+
+
+def _of_rows_backward(problem: Any, saved: Any, dout: Any, needs: Any) -> Any:
+    return GDPA.backward(problem, saved, _contiguous(dout), needs)
+
+
+def _without_option(problem: Any, *tensors: Any) -> Any:
+    return GDPA.forward(dataclasses.replace(problem, options=tuple(o for o in problem.options if o[0] != "causal")), *tensors)
+
+
+def _needs_samples(problem: Any, out: Any, tensors: Any) -> Any:
+    tensors[4].diff().max()
+    return out
+
+
 FAULTS = {
     "off by 1e-3": (forward_only(lambda p, out, t: out * 1.001), "test_matches_reference", "full"),
     "one element": (forward_only(lambda p, out, t: _one_wrong(out)), "test_matches_reference", "full"),
@@ -147,9 +174,17 @@ FAULTS = {
     "no bias gradient": (backward_only(_drops_bias_gradient), "test_matches_reference", "position bias"),
     "writes its input": (forward_only(_writes_input), "test_inputs_are_left_alone", None),
     "leaks": (forward_only(_leaks), "test_neighbours_do_not_leak", None),
+    "gradients together only": (dataclasses.replace(GDPA, name="faulty", backward=_without_k), "test_only_wanted_gradients", None),
+    "strides": (dataclasses.replace(GDPA, name="faulty", forward=_of_rows), "test_strided_inputs", None),
+    "strides of gradients": (dataclasses.replace(GDPA, name="faulty", backward=_of_rows_backward), "test_noncontiguous_gradient", None),
+    "ignores causal": (
+        dataclasses.replace(GDPA, name="faulty", forward=_without_option), "test_matches_reference", "causal, fewer keys than queries",
+    ),
+    "no empty batch": (forward_only(_needs_samples), "test_matches_reference", "empty batch"),
+    "random": (forward_only(lambda p, out, t: out + 1e-7 * torch.randn_like(out)), "test_deterministic", None),
     "refuses all": (dataclasses.replace(GDPA, name="faulty", supports=lambda p: no("never")), "test_supports_something", None),
     "no reason": (dataclasses.replace(GDPA, name="faulty", supports=lambda p: no("")), "test_supports_something", None),
-}
+}  # fmt: skip
 
 
 def _one_wrong(out: torch.Tensor) -> torch.Tensor:
@@ -165,7 +200,8 @@ def test_kit_finds(fault: str) -> None:
     arguments = {"case": case, "dtype": torch.float32} if case else {"dtype": torch.float32}
     if rule == "test_supports_something":
         arguments = {}
-    with dispatch.offering(spec), pytest.raises(AssertionError):
+    told = rule.removeprefix("test_").replace("_", " ")
+    with dispatch.offering(spec), pytest.raises(AssertionError, match=f"rule '{told}' is broken: "):
         getattr(kit, rule)(**arguments)
 
 

@@ -46,6 +46,16 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
             assert done.returncode in (0, 141), f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 
+def test_every_other_block_runs():
+    """Left out are those that need a GPU, and the two commands of the front page, which CI runs itself."""
+    skipped = [block[0] for page in WITH_CODE for block in BLOCK.findall((PAGES / page).read_text()) if block[0]]
+    assert [words for words in skipped if "GPU" not in words and "CUDA device" not in words] == [
+        "<!-- not run here: needs a checkout and ten minutes; CI runs the second -->\n"
+    ]
+    languages = {block[1] for page in PAGES.rglob("*.md") for block in BLOCK.findall(page.read_text())}
+    assert languages == {"bash", "python", "toml", "text"}, "a block that nothing runs; text is for drawings"
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (PAGES.parent / "mkdocs.yml").read_text()
     for page in PAGES.rglob("*.md"):

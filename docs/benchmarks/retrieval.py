@@ -88,7 +88,7 @@ SUITES: dict[str, dict[str, Variant]] = {
             "gem products": ("model.retrieval.normalize=false", "model.retrieval.temperature=1.0"),
             "hstu": (),
             "hstu from the newest": ('model.count_from="newest"',),
-            "hstu four layers": ("model.layers=4",),
+            "hstu two layers": ("model.layers=2",),
         }.items()
     },
     "s3rec": {f"{model} {name}": _s3rec(name, model) for name in S3REC for model in ("sasrec", "gem")},

@@ -191,7 +191,18 @@ def test_hstu_layer_formula(convention):
     scores = 0.7 * torch.einsum("qhd,khd->hqk", q.view(7, 2, 3), k.view(7, 2, 3)) + bias
     seen = (j <= i) & (i - j <= 2)
     o = torch.einsum("hqk,khd->qhd", nn.functional.silu(scores) * seen / 20, v.view(7, 2, 5)).flatten(1)
-    assert torch.allclose(out, s[part] + (layer_norm(o) * u) @ layer.out.weight.T + layer.out.bias, atol=1e-6)
+    gated = layer_norm(o) * u
+    assert torch.allclose(out, s[part] + gated @ layer.out.weight.T + layer.out.bias, atol=1e-6)
+    layer.dropout.register_forward_hook(lambda _module, read, _out: 3 * read[0])
+    assert torch.allclose(layer(s, rows, times, edges)[part], s[part] + 3 * gated @ layer.out.weight.T + layer.out.bias, atol=1e-6)
+
+
+def test_hstu_layer_begins_as_little_more_than_its_residual():
+    torch.manual_seed(0)
+    rows = layout([0, 200], candidate=True)
+    s = torch.randn(rows.count, 50)
+    layer = HstuLayer(HstuConfig(dim=50, heads=1, qk_dim=50, v_dim=50, position_bias=20), 200)
+    assert (layer(s, rows) - s).std() < 0.12
 
 
 @pytest.mark.parametrize("rank", [0, 2])

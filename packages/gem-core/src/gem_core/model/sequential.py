@@ -110,7 +110,8 @@ class HstuLayer(nn.Module):
     """``s + W_o (norm(A V) * U)`` with ``A = SiLU(alpha Q K^T + bias) / N`` and ``U, V, Q, K = split(phi(W norm(s)))`` on ``s [N, dim]``.
 
     phi is SiLU on all four in the research convention and on U alone in the production one. The bias tables are by distance and by the
-    bucket of the time between two events.
+    bucket of the time between two events. As published, dropout is on what W_o reads, and W begins small, so that a layer begins as little
+    more than its residual.
     """
 
     def __init__(self, config: HstuConfig, length: int) -> None:
@@ -126,9 +127,11 @@ class HstuLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for table in (self.position, self.time):
-            if table is not None:
-                nn.init.normal_(table, std=0.02)
+        for weight in (self.position, self.time, self.uvqk.linear.weight):
+            if weight is not None:
+                nn.init.normal_(weight, std=0.02)
+        nn.init.zeros_(self.uvqk.linear.bias)
+        nn.init.xavier_uniform_(self.out.weight)
 
     def forward(self, s: Tensor, rows: Rows, times: Tensor | None = None, edges: Tensor | None = None) -> Tensor:
         c = self.config
@@ -149,7 +152,7 @@ class HstuLayer(nn.Module):
             window=None if c.max_attention is None else (c.max_attention, -1), bias=bias,
             num_targets=rows.num_targets, context_len=rows.context_len,
         )  # fmt: skip
-        return s + self.dropout(self.out(self.norm(o.flatten(1)) * u))
+        return s + self.out(self.dropout(self.norm(o.flatten(1)) * u))
 
 
 class HstuTower(nn.Module):
@@ -262,12 +265,13 @@ class HstuRetrieval(HstuTower, RetrievalModel):
 
     def __init__(self, config: HstuConfig, features: Features) -> None:
         RetrievalModel.__init__(self, config, config.retrieval, features, config.dim, context=config.context)
-        self.make_tower(config, self.history, self.inputs, _plain_events(config), ranks=False)
+        places = (2 / (config.positions + config.dim)) ** 0.5  # Xavier's
+        self.make_tower(config, self.history, self.inputs, _plain_events(config, places), ranks=False)
 
 
-def _plain_events(config: SasRecConfig | HstuConfig) -> EventConfig:
+def _plain_events(config: SasRecConfig | HstuConfig, place_std: float = 0.02) -> EventConfig:
     """Events as the retrieval papers have them: the embedding times sqrt(dim), plus a place that begins small."""
-    return EventConfig(combine="sum", positions=config.positions, count_from=config.count_from, place_std=0.02, scale=config.dim**0.5)
+    return EventConfig(combine="sum", positions=config.positions, count_from=config.count_from, place_std=place_std, scale=config.dim**0.5)
 
 
 def _candidate_history(features: Features, name: str | None, model: str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
+from gem_core.ops import siblings
 from gem_core.ops.explain import problem_of
 from gem_core.testing.kernels import KernelConformance, compare
 from gem_kernels.triton import block
@@ -55,6 +56,24 @@ def test_every_grouping_of_heads_gives_the_same(heads_per_program: int, monkeypa
         found[backend] = (out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v)))
     for got, want in zip(found["triton"], found[ops.REFERENCE]):
         compare(got, want.double(), 1e-5, f"{heads_per_program} heads a program")
+
+
+def test_gradients_of_one_projection_are_written_side_by_side() -> None:
+    """Slices of one tensor get gradients that are slices of one tensor: joining them copies nothing."""
+    _, offsets = _inputs([70, 0, 3])
+    x = torch.randn(75, 3, 4, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = {}
+    for backend in ("triton", ops.REFERENCE):
+        given = x.clone().requires_grad_()
+        ops.block_attention(*siblings.unbind(given), offsets, backend=backend).square().sum().backward()
+        found[backend] = given.grad
+    compare(found["triton"], found[ops.REFERENCE].double(), 1e-5, "gradient of the projection")
+    q, k, v = x.unbind(1)
+    spec, problem = block.specs()[0], problem_of("block_attention", q=q, k=k, v=v, offsets=offsets)
+    out, saved = spec.forward(problem, q, k, v, offsets, None, None, None)
+    dq, dk, dv = spec.backward(problem, saved, torch.ones_like(out), (True, True, True))
+    assert dq.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr()
+    assert [g.storage_offset() for g in (dq, dk, dv)] == [0, 64, 128]
 
 
 def test_angle_outside_the_table_is_loud() -> None:

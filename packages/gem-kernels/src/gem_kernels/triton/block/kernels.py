@@ -153,18 +153,19 @@ def block_bwd_kernel(
     batch, total_rows, table_rows, scale,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
     stride_vn: tl.constexpr, stride_vh: tl.constexpr, stride_don: tl.constexpr, stride_doh: tl.constexpr,
+    stride_dqn: tl.constexpr, stride_dkn: tl.constexpr, stride_dvn: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, BLOCK: tl.constexpr,
     ROTARY: tl.constexpr, BY_ROW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dv (contiguous) of HEADS key/value heads of one slot. The row term of dS is rowsum(P * dP), so out is not needed."""
+    """dq, dk and dv (the heads of a row side by side) of HEADS key/value heads of one slot.
+
+    The row term of dS is rowsum(P * dP), so out is not needed.
+    """
     pid = tl.program_id(0).to(tl.int64)
     GROUPS: tl.constexpr = KV_HEADS // HEADS
     slot = pid // GROUPS
     first_head = pid % GROUPS * HEADS
-    stride_dqn: tl.constexpr = KV_HEADS * GROUP * D
-    stride_dkn: tl.constexpr = KV_HEADS * D
-    stride_dvn: tl.constexpr = KV_HEADS * DV
     sample, start, rows, position = locate(offsets, slot, batch, total_rows, BLOCK)
     if rows > 0:
         if sample == batch:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.ops import siblings
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.block import kernels
 from gem_kernels.triton.common.configs import Config, choose
@@ -25,7 +26,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, 
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
 
     def run(config: Config) -> None:
-        _launch(kernels.block_fwd_kernel, problem, (q, k, v, out), (q, k, v, out), offsets, cos, sin, rotary_rows, config)
+        strides = _strides(q, k, v, out)
+        _launch(kernels.block_fwd_kernel, problem, (q, k, v, out), strides, offsets, cos, sin, rotary_rows, config)
 
     if out.numel():
         info = device_info(q.device)
@@ -34,13 +36,15 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, 
 
 
 def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k and v from one kernel without atomics: 4 tensors read, 3 written, bit-equal from run to run."""
+    """Gradients of q, k and v from one kernel without atomics: 4 tensors read, 3 written, bit-equal from run to run. Those of slices of one
+    projection are slices of one tensor."""
     q, k, v, offsets, cos, sin, rotary_rows = saved
     q, k, v, dout = (_rows_last_contiguous(t) for t in (q, k, v, dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = grads = [g for g in siblings.empty_grads((q, k, v), (True, True, True)) if g is not None]
 
     def run(config: Config) -> None:
-        _launch(kernels.block_bwd_kernel, problem, (q, k, v, dout, dq, dk, dv), (q, k, v, dout), offsets, cos, sin, rotary_rows, config)
+        strides = [*_strides(q, k, v, dout), *(g.stride(0) for g in grads)]
+        _launch(kernels.block_bwd_kernel, problem, (q, k, v, dout, dq, dk, dv), strides, offsets, cos, sin, rotary_rows, config)
 
     if q.numel():
         info = device_info(q.device)
@@ -81,7 +85,11 @@ def candidates(problem: Problem, info: DeviceInfo) -> list[Config]:
     return [guess, *(c for c in found[1:] if c != guess)]
 
 
-def _launch(kernel: Any, problem: Problem, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], offsets: Tensor,
+def _strides(*tensors: Tensor) -> list[int]:
+    return [t.stride(i) for t in tensors for i in (0, 1)]
+
+
+def _launch(kernel: Any, problem: Problem, tensors: tuple[Tensor, ...], strides: list[int], offsets: Tensor,
             cos: Tensor | None, sin: Tensor | None, rotary_rows: Tensor | None, config: Config) -> None:  # fmt: skip
     n, _, d = tensors[0].shape
     dv = problem.dim("Dv")
@@ -96,7 +104,7 @@ def _launch(kernel: Any, problem: Problem, tensors: tuple[Tensor, ...], strided:
         kernel, (slots * (kv_heads // heads),), tensors[0].device,
         *tensors, offsets, cos if cos is None else cos.contiguous(), sin if sin is None else sin.contiguous(), rotary_rows,
         batch, n, 0 if cos is None else cos.shape[0], d**-0.5 if scale is None else scale,
-        *(t.stride(i) for t in strided for i in (0, 1)),
+        *strides,
         GROUP=problem.dim("H") // kv_heads, KV_HEADS=kv_heads, HEADS=heads, D=d, DP=_padded(d), DV=dv, DVP=_padded(dv), BLOCK=block,
         ROTARY=cos is not None, BY_ROW=rotary_rows is not None, PRECISION=precision, **meta,
     )  # fmt: skip

@@ -474,14 +474,20 @@ print(marks[1] - marks[0], marks[2] - marks[1])
 
 
 def test_first_call(tmp_path: Path) -> None:
-    """Nothing compiled yet: at most 5 s forward and 10 s backward. In a second process, from the disk cache: at most 0.3 s each."""
+    """Nothing compiled yet: at most 5 s forward and 10 s backward. In later processes, from the disk cache: at most 0.3 s each, in the
+    fastest of three, since whatever else the host does only adds."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    for forward_limit, backward_limit in ((5.0, 10.0), (0.3, 0.3)):
+
+    def run() -> tuple[float, float]:
         done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         forward, backward = map(float, done.stdout.split())
-        assert forward <= forward_limit, f"forward took {forward:.2f} s"
-        assert backward <= backward_limit, f"backward took {backward:.2f} s"
+        return forward, backward
+
+    cold, warm = run(), [run() for _ in range(3)]
+    for name, first, later, limit in zip(("forward", "backward"), cold, zip(*warm), (5.0, 10.0)):
+        assert first <= limit, f"{name} took {first:.2f} s"
+        assert min(later) <= 0.3, f"{name} took {min(later):.2f} s"
 
 
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])

@@ -167,7 +167,7 @@ def test_a_room_takes_what_fits_without_much_slack():
     assert room.rounded() == Room(8, {"h": 1152}, {"a": 8, "b": 320})
     assert room.rounded().takes(room)
     large = Room(8, {"h": 100_000}, {})
-    assert large.rounded() == Room(8, {"h": 102_400}, {})
+    assert large.rounded() == Room(8, {"h": 100_352}, {})
     assert large.rounded().takes(large, 1.05)
     assert not Room(8, {"h": 106_000}, {}).takes(large, 1.05)
     assert not room.takes(Room(8, {"h": 1001}, {"a": 8, "b": 300}))
@@ -187,7 +187,7 @@ def test_rooms_are_tight_until_there_are_enough():
         batch = Batch(size=4, sequences={"history": SequenceGroup(lengths_to_offsets(lengths), {"item": torch.zeros(int(lengths.sum()))})})
         waste.append(captured._of(batch).fixed.room.events["history"] / int(lengths.sum()) - 1)
     assert 4 < len(captured._recorded) <= MOST
-    assert sum(waste[50:]) / len(waste[50:]) < 0.035
+    assert sum(waste[50:]) / len(waste[50:]) < 0.012
 
 
 def test_a_recording_serves_while_the_step_keeps_its_name(monkeypatch):
@@ -204,10 +204,11 @@ def test_a_recording_serves_while_the_step_keeps_its_name(monkeypatch):
     for _ in range(10):
         room = captured.enter(Batch(size=2, dense=torch.zeros(2, 1)), [1.0, 1.0, 0.0])
         room.part("step", lambda: done.append("computed"))
-        seen.append(" ".join(done))
+        seen.append((" ".join(done), captured.news))
         done.clear()
     new = ["computed", "recorded replayed", "replayed"]
-    assert seen == [*new, "computed", "replayed", *new, "computed", "replayed"]
+    assert [what for what, _ in seen] == [*new, "computed", "replayed", *new, "computed", "replayed"]
+    assert [news for _, news in seen] == [1, 2, 2, 2, 2, 3, 4, 4, 4, 4]
 
 
 def test_several_values_an_event_are_refused():
@@ -360,7 +361,7 @@ def test_after_a_recording_that_failed_the_process_goes_on():
     assert "capturing" in str(caught.value)
     assert torch.cuda.current_stream() == stream
     assert torch.rand(4, device=device).std() > 0
-    graph, y = recorded(lambda: torch.rand_like(x) + x, pool)
+    graph, y = recorded(lambda: torch.rand_like(x) + x, torch.cuda.graph_pool_handle())
     graph.replay()
     first = y.clone()
     graph.replay()

@@ -44,7 +44,8 @@ def check(ranks):
         usual, replayed = found["usual"], found["captured"]
         assert found["graphs"] >= 4, "a graph of the dense part and one of the update, for two rooms"
         for step, (got, want) in enumerate(zip(replayed["losses"], usual["losses"], strict=True)):
-            assert got == pytest.approx(want, rel=1e-4), (rank, step)
+            # Slack changes the order of sums, and AdamW makes more of that with every step.
+            assert got == pytest.approx(want, rel=1e-5 if step == 0 else 2e-3), (rank, step)
         assert replayed["differs"] == ""
         for key, value in usual["state"].items():
             off = float((replayed["state"][key] - value).abs().max())

@@ -37,6 +37,9 @@ from gem_core.train.step import Outcomes, TrainStep
 WINDOW = 5
 """Steps between two readings of the clock."""
 
+SETTLING = 90
+"""Most steps beyond the warm-up of a captured row, whose batches are recorded for each of a few sizes, at the second that has it."""
+
 
 def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path | None = None, profiled: bool = False) -> dict[str, Any]:
     """Run ``warmup`` and then ``steps`` training steps; returns what one device does and needs.
@@ -84,6 +87,11 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         _wait(rt)
         first_s = time.perf_counter() - began
         run(max(0, warmup - 1))
+        for _ in range(SETTLING // WINDOW if config.train.capture else 0):
+            known = step.news
+            run(WINDOW)
+            if not rt.count([step.news > known])[0]:
+                break
         _wait(rt)
         meter.window()
         if rt.device.type == "cuda":

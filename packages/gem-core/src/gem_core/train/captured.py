@@ -41,7 +41,7 @@ MOST = 24
 SPARE = 1.5
 """A batch goes into a room that exists if this has at most so many times the rows that the batch needs."""
 
-LARGE, TIGHT, ENOUGH = 16_384, 1.05, 12
+LARGE, TIGHT, ENOUGH = 16_384, 1.02, 16
 """Slack rows are computed: counts from `LARGE` on may be only `TIGHT` times what is needed, until there are `ENOUGH` rooms."""
 
 
@@ -101,7 +101,7 @@ class Room:
         return all(need <= have <= max(need * (spare if need >= LARGE else SPARE), need + 64) for have, need in pairs)
 
     def rounded(self) -> Room:
-        """A sixteenth more, then up to a multiple of an eighth of the power of two below; large counts: a 64th, and a 32nd. Features of one
+        """A sixteenth more, then up to a multiple of an eighth of the power of two below; large counts: of a 64th of that. Features of one
         id a sample stay as they are, and so does all of a batch without samples: slack belongs to the last of them."""
         if not self.size:
             return self
@@ -246,6 +246,8 @@ class Captured:
         self.history = features.next_item_field()[0] if features.next_item is not None else None
         self._recorded: list[Recorded] = []
         self._memory: dict[str, Tensor] = {}
+        self.news = 0
+        """Steps so far that were the first of a room or recorded something."""
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def enter(self, batch: Batch, totals: list[float]) -> Recorded:
@@ -259,6 +261,7 @@ class Captured:
         if found.ran and not found.records and state is not None and self._pool is not None and batch.size:
             self._record(found)
         found.replays = found.records and state is not None
+        self.news += not found.ran or (found.replays and not found.graphs)
         found.ran = True
         return found
 
@@ -325,7 +328,7 @@ class Recorded:
 def recorded(compute: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     """``compute`` as a graph, and its result, which the graph's replays fill.
 
-    :raises RunError: something in it cannot be recorded. The process can go on computing and recording.
+    :raises RunError: something in it cannot be recorded. The process can go on computing, and record into another pool.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
@@ -366,8 +369,7 @@ def _rows(name: str, group: SequenceGroup) -> int:
 
 
 def _larger(n: int) -> int:
-    part, bits = (64, 6) if n >= LARGE else (16, 4)
-    n = max(64, n + n // part)
+    n, bits = (n, 7) if n >= LARGE else (max(64, n + n // 16), 4)
     step = max(1, 1 << (n.bit_length() - bits))
     return -(-n // step) * step
 

@@ -107,6 +107,11 @@ class TrainStep:
         """Whether the tables want the ids of the batch after the current one."""
         return self._prefetch is not None
 
+    @property
+    def news(self) -> int:
+        """Captured steps so far that were the first of their kind or were recorded, and so took longer than others."""
+        return 0 if self._captured is None else self._captured.news
+
     def __call__(self, batches: Sequence[Fed], stop: bool, following: Fed | None = None) -> Tensor:
         """``following``: the batch after ``batches``, where it is known and `looks_ahead`."""
         totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]

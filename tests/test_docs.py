@@ -6,6 +6,7 @@ that file for the blocks after it; ``# excerpt`` is a part of a file and is only
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -60,6 +61,17 @@ def test_every_page_is_in_the_navigation():
     navigation = (PAGES.parent / "mkdocs.yml").read_text()
     for page in PAGES.rglob("*.md"):
         assert page.relative_to(PAGES).as_posix() in navigation
+
+
+def test_the_reference_has_every_public_name(package: str):
+    """By itself or with its module; a name that another package made is documented there."""
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text() for page in (PAGES / "reference").glob("*.md")), re.MULTILINE)
+    own = package.replace("-", "_")
+    module = importlib.import_module(own)
+    for name in set(module.__all__) - {"__version__"}:
+        thing = getattr(module, name)
+        home = getattr(thing, "__module__", own)  # a package that is exported is its own home
+        assert not home.startswith("gem_") or {home, f"{home}.{name}", f"{own}.{name}.{name}"} & set(shown), f"{home}.{name}"
 
 
 def test_every_concept_has_a_drawing_that_is_there():

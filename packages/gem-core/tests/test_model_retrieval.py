@@ -218,6 +218,17 @@ def test_softmax_is_over_all_items_but_the_pad():
     assert torch.allclose(position_losses(states, items, draw, config), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["bce", "gbce", "sampled_softmax"])
+def test_losses_are_sums_in_fp32_under_autocast(loss):
+    torch.manual_seed(4)
+    config = RetrievalConfig(loss=loss, negatives=256, false_negatives="keep")
+    states, items, targets = torch.randn(5, 16) * 1e-3, torch.randn(400, 16), torch.arange(5)
+    draw = NegativeSampler(400, None, config)(targets, torch.ones(5), targets, torch.tensor([0, 5]), 16)
+    expected = position_losses(states, items, draw, config)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(position_losses(states, items, draw, config), expected, rtol=1e-4, atol=0)
+
+
 def test_a_masked_position_gives_neither_loss_nor_gradient():
     batch = next_items(batch_of(3, lengths=[4, 2, 3]), FEATURES)
     masked = torch.ones(9, dtype=torch.bool)

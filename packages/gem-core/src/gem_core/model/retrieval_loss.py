@@ -112,7 +112,7 @@ def position_losses(states: Tensor, items: Tensor, draw: Draw, config: Retrieval
         if draw.pad is not None:
             scores[:, draw.pad] = float("-inf")
         return F.cross_entropy(scores, draw.targets, reduction="none")
-    own, others = _scores(states, items, draw)
+    own, others = (s.to(torch.promote_types(s.dtype, torch.float32)) for s in _scores(states, items, draw))  # autocast may have made bf16
     if config.loss == "sampled_softmax":
         if draw.log_q is not None:
             own, others = own - draw.log_q[draw.targets], others - draw.log_q[draw.negatives]

@@ -120,7 +120,7 @@ class Routes:
         self._limits = torch.tensor(self.row_limits, device=device)
         width = layout.most_units * 2
         kind = torch.tensor([(s.owner * layout.most_units + s.unit) * 2 + int(s.single) for s in self.segments])
-        self._kind, self._kinds = kind.to(device), layout.model * width
+        self._kind, self._kinds, self._kind_numbers = kind.to(device), layout.model * width, kind.tolist()
         order = {s: n for n, s in enumerate(self.pooled)}
         self._pooled_row = torch.tensor([order.get(i, 0) for i in range(len(self.segments))], device=device)
         pooled_keys = [i for i, k in enumerate(self.lookups) if k.pooling != "none"]
@@ -155,12 +155,20 @@ class Routes:
         else:
             place = key * self._most
             position = self._positions(ids, place)
-        segment = self._tables["segment"][place]
-        lengths = self._pooled_lengths(group, samples, key, segment, bounds)
-        per_segment = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
-        per_segment.scatter_add_(0, segment, torch.ones_like(segment))
         sizes = torch.zeros(layout.model, layout.most_units * 2 + 3, dtype=torch.int64, device=device)
-        kinds = torch.zeros(self._kinds, dtype=torch.int64, device=device).scatter_add_(0, self._kind, per_segment)
+        if self.cut:
+            segment = self._tables["segment"][place]
+            per_segment = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
+            per_segment.scatter_add_(0, segment, torch.ones_like(segment))
+            kinds = torch.zeros(self._kinds, dtype=torch.int64, device=device).scatter_add_(0, self._kind, per_segment)
+        else:  # a feature is one segment, whose ids the host has counted; a million of them would be added up in a few places
+            segment = place
+            counted = [bounds[s.key + 1] - bounds[s.key] for s in self.segments]
+            by_kind = [0] * self._kinds
+            for kind, n in zip(self._kind_numbers, counted):
+                by_kind[kind] += n
+            per_segment, kinds = _uploaded(counted + by_kind, device).split([len(counted), self._kinds])
+        lengths = self._pooled_lengths(group, samples, key, segment, bounds)
         sizes[:, : layout.most_units * 2] = kinds.view(layout.model, -1)
         sizes[:, -3:] = _uploaded([0, int(group.weights is not None), samples], device)
         sizes[:, -3] = bad
@@ -372,7 +380,9 @@ class Routes:
                     count = asked.batch_size if not s.single else sum(c for t, c in zip(self.segments, asked.segment_ids) if t.key == s.key)
                     given = torch.zeros(count, dim, device=self.axes.device)
                 divisor = asked.divisors.get(self.lookups[s.key].key)
-                g = given.float() * factor if divisor is None else given.float() * (factor / divisor)
+                g = given.float()
+                if divisor is not None or factor != 1.0:
+                    g = g * (factor if divisor is None else factor / divisor)
                 scaled[s.key] = g
             piece = g[places[i]] if i in places else g
             assert piece.shape == (rows, dim)

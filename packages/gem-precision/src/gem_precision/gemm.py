@@ -6,7 +6,6 @@ what the others are tested against. ``torch`` is cuBLAS through ``torch._scaled_
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from gem_precision import kernels
 from gem_precision.formats import FP8, MX, quantize_fp8, quantize_mx, swizzle_scales
 from gem_precision.formats.random import draw_seed, random_bits
 from gem_precision.hadamard import random_hadamard
+from gem_precision.kernels.block_gemm import block_gemm, parts_of
 from gem_precision.kernels.quantize import quantize_matrix, serves_mixed, takes
 from gem_precision.policy import Gemm, Operand
 
@@ -224,51 +224,11 @@ def _emulated(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
     rows = a.shape[0]
+    if isinstance(a, FP8) and isinstance(b, FP8) and (parts := parts_of(a, b)):
+        return block_gemm(a, b, parts).to(out_dtype)
     if isinstance(a, FP8) and a.block == (1, 128) and rows % ROWS:
         a = FP8(with_spare_rows(a.data), F.pad(a.scales, (0, 0, 0, -rows % ROWS), value=1.0), a.elem, a.block)
-    parts = _parts(a, b) if isinstance(a, FP8) and isinstance(b, FP8) else 1
-    made = _aligned_scaled_mm(a, b, out_dtype) if parts == 1 else _in_parts(a, b, parts).to(out_dtype)  # type: ignore[arg-type]
-    return made[:rows]
-
-
-PARTS = 4
-"""At most so many parts of K, of at least `LONG` blocks each, are multiplied beside each other."""
-
-LONG = 64
-
-
-def _parts(a: FP8, b: FP8) -> int:
-    """How many products of parts of K fill the GPU where one does not: cuBLAS splits K of wgrad in bf16 and not of blockwise FP8."""
-    if a.block != (1, 128) or b.block != (128, 128):
-        return 1
-    tiles = -(-a.shape[0] // 128) * -(-b.shape[0] // 128)
-    return max(1, min(PARTS, kernels.multiprocessors(a.data.device) // tiles, a.scales.shape[1] // LONG))
-
-
-def _in_parts(a: FP8, b: FP8, parts: int) -> Tensor:
-    """``[M, N]`` fp32. What streams beside the current one compute is there when it is."""
-    blocks = a.scales.shape[1]
-    wide = -(-blocks // (4 * parts)) * 4
-    cuts = [slice(i * wide, min((i + 1) * wide, blocks)) for i in range(parts)]
-    strips = a.scales.t().contiguous().t()
-    squares = [_rows_of_four(b.scales[:, cut]) for cut in cuts]
-    out = torch.empty(parts, a.shape[0], b.shape[0], dtype=torch.float32, device=a.data.device)
-    main = torch.cuda.current_stream(a.data.device)
-    sides = [_side_stream(a.data.device, i) for i in range(parts - 1)]
-    for side in sides:
-        side.wait_stream(main)
-    for stream, cut, square, part in zip([*sides, main], cuts, squares, out):
-        k = slice(cut.start * 128, cut.stop * 128)
-        with torch.cuda.stream(stream):
-            _blockwise(a.data[:, k], b.data[:, k].t(), strips[:, cut], square, part)
-    for side in sides:
-        main.wait_stream(side)
-    return out.sum(0)
-
-
-@functools.lru_cache(maxsize=64)
-def _side_stream(device: torch.device, index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return _aligned_scaled_mm(a, b, out_dtype)[:rows]
 
 
 def with_spare_rows(data: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def scale_value(stored, MX: tl.constexpr):
         return stored
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "cols", "count"])
 def measure_kernel(
     x, data, scales, found, rows, cols, stride, count, sx0, sx1, sd0, sd1, ss0, ss1, r0, r1, c0, c1,
     QUANTISED: tl.constexpr, MX: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, LARGEST: tl.constexpr,

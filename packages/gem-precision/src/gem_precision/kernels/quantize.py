@@ -68,7 +68,8 @@ def quantize_matrix(
     :raises OpError: operands that do not fit each other, or an x that is not a CUDA matrix of unit column stride.
     """
     x = _checked(x, rows, columns)
-    what, meta = _plan(x, rows, columns, generator, swizzle, pad)
+    by_hand = _by_hand(x, dtype or x.dtype, rows, columns) and "BLOCK_R" not in (tile or {})
+    what, meta = _plan(x, rows, columns, generator, swizzle, pad, by_hand)
     if act not in ACTIVATIONS:
         raise OpError(f"no activation called {act!r} is fused with quantising", where="act", fix=f"choose one of {', '.join(ACTIVATIONS)}")
     r, c = x.shape
@@ -77,7 +78,7 @@ def quantize_matrix(
         first = quantize_matrix(x, rows, write_y=write_y, **options)
         return replace(first, columns=quantize_matrix(x, None, columns, **options).columns)
     y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
-    if _by_hand(x, y.dtype, rows, columns) and "BLOCK_R" not in (tile or {}):
+    if by_hand:
         _launch_by_hand(x, y, what, meta, tile, ACT=ACTIVATIONS[act], WRITE_Y=write_y)
         return what.result(y if write_y else None)
     tile = tile or TILES[_use(rows, columns)]
@@ -173,6 +174,7 @@ def norm_quantize(
     """
     if kind not in ("rms", "layer"):
         raise OpError(f"there is no norm called {kind!r}", where="kind", fix="choose rms or layer")
+    by_hand = False
     if rows is None and columns is None:
         what, meta = _Outputs(None, None, x, False, x, 1), _meta(Operand())
         meta |= {"ROWS": False, "COLS": False, "SQUARE": False, "STOCHASTIC_ROWS": False, "STOCHASTIC_COLS": False, "SWIZZLE": False}
@@ -183,7 +185,8 @@ def norm_quantize(
             options: dict[str, Any] = {"kind": kind, "weight": weight, "bias": bias, "eps": eps, "dtype": dtype, "generator": generator}
             first = norm_quantize(x, rows, write_y=write_y, pad=pad, **options)
             return replace(first, columns=norm_quantize(x, None, columns, write_y=False, pad=pad, **options).columns)
-        what, meta = _plan(x, rows, columns, generator, swizzle, pad)
+        by_hand = columns is not None and _by_hand(x, dtype or x.dtype, rows, columns)
+        what, meta = _plan(x, rows, columns, generator, swizzle, pad, by_hand)
     one = rows or columns
     tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
     r, c = x.shape
@@ -191,7 +194,6 @@ def norm_quantize(
     stats = x.new_empty((2, r), dtype=torch.float32)
     from gem_precision.kernels.quantize_kernels import norm_quantize_kernel
 
-    by_hand = columns is not None and _by_hand(x, y.dtype, rows, columns)
     if by_hand:
         tile = TILES["norm_mx"]
     launch(
@@ -240,8 +242,11 @@ def _checked(x: Tensor, rows: Operand | None, columns: Operand | None) -> Tensor
 class _Outputs:
     """Tensors of one launch."""
 
-    def __init__(self, rows: Operand | None, columns: Operand | None, x: Tensor, swizzle: bool, seeds: Tensor, pad: int) -> None:
-        self.rows, self.columns, self.swizzle, self.seeds = rows, columns, swizzle, seeds
+    def __init__(
+        self, rows: Operand | None, columns: Operand | None, x: Tensor, swizzle: bool, seeds: Tensor, pad: int, turned: bool = False
+    ) -> None:
+        """``turned``: scales of FP8 strips are stored strip after strip."""
+        self.rows, self.columns, self.swizzle, self.seeds, self.turned = rows, columns, swizzle, seeds, turned
         self.shape = x.shape
         r, c = x.shape
         self.col_stride = -(-r // pad) * pad
@@ -266,9 +271,10 @@ class _Outputs:
                 lines = -(-c // columns.block[0])
                 self.col_scales = self._scales(x, columns, lines, -(-r // columns.block[1]), tiles=swizzle)
 
-    @staticmethod
-    def _scales(x: Tensor, operand: Operand, rows: int, strips: int, *, tiles: bool) -> Tensor:
+    def _scales(self, x: Tensor, operand: Operand, rows: int, strips: int, *, tiles: bool) -> Tensor:
         if operand.format == "fp8":
+            if self.turned and operand.block[0] == 1:
+                return x.new_empty((strips, rows), dtype=torch.float32).t()
             return x.new_empty((rows, strips), dtype=torch.float32)
         if tiles:
             return x.new_zeros((-(-rows // 128)) * (-(-strips // 4)) * 512, dtype=torch.uint8)
@@ -297,7 +303,7 @@ class _Outputs:
 
 
 def _plan(
-    x: Tensor, rows: Operand | None, columns: Operand | None, generator: torch.Generator | None, swizzle: bool, pad: int
+    x: Tensor, rows: Operand | None, columns: Operand | None, generator: torch.Generator | None, swizzle: bool, pad: int, turned: bool
 ) -> tuple[_Outputs, dict[str, Any]]:
     one = rows or columns
     assert one is not None
@@ -318,7 +324,7 @@ def _plan(
         "ROWS": rows is not None, "COLS": columns is not None, "SQUARE": square, "STOCHASTIC_ROWS": stochastic_rows,
         "STOCHASTIC_COLS": stochastic_cols, "SWIZZLE": swizzle,
     }  # fmt: skip
-    return _Outputs(rows, columns, x, swizzle, seeds, pad), meta
+    return _Outputs(rows, columns, x, swizzle, seeds, pad, turned), meta
 
 
 def _meta(operand: Operand) -> dict[str, Any]:

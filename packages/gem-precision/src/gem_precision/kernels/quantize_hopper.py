@@ -64,14 +64,17 @@ def _along_last(
 
 @gluon.jit
 def _store_scales(
-    target, stored, line, strip, lines, strips, FULL: gl.constexpr, SWIZZLE: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
-    WARPS: gl.constexpr,
+    target, stored, line, strip, lines, strips, FULL: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, ROWS: gl.constexpr,
+    N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """``stored [ROWS, N]`` to (line, strip) of ``[lines, strips]``, a line's N as one word."""
+    """``stored [ROWS, N]`` to (line, strip) of ``[lines, strips]``, a line's N as one word; FP8: of ``[strips, lines]``."""
     words: gl.constexpr = gl.BlockedLayout([1, N], [32, 1], [WARPS, 1], [1, 0])
     lines_here = line + gl.arange(0, ROWS, layout=gl.SliceLayout(1, words))
     strips_here = strip + gl.arange(0, N, layout=gl.SliceLayout(0, words))
-    at = _scale_offset(lines_here[:, None], strips_here[None, :], strips, SWIZZLE)
+    if FP8:
+        at = strips_here.to(gl.int64)[None, :] * lines + lines_here[:, None]
+    else:
+        at = _scale_offset(lines_here[:, None], strips_here[None, :], strips, SWIZZLE)
     stored = gl.convert_layout(stored, words)
     if FULL:
         gl.store(target + at, stored)
@@ -135,7 +138,7 @@ def _one_tile(
         gl.store(row_data + row0 * C + col0 + out, codes)
     else:
         gl.store(row_data + row0 * C + col0 + out, codes, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, ROWS, TILE // B, WARPS)
+    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, FP8, ROWS, TILE // B, WARPS)
 
     turned = tile.permute((1, 0)).load(runs).to(gl.float32)
     if SQUARE:
@@ -145,7 +148,7 @@ def _one_tile(
         gl.store(col_scales + col0 // TILE * strips_r + row0 // TILE, stored)
     else:
         codes, stored = _along_last(turned, runs, TILE, ROWS, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
-        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, TILE, ROWS // B, WARPS)
+        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, FP8, TILE, ROWS // B, WARPS)
     codes = gl.convert_layout(codes, by_columns)
     line = gl.arange(0, TILE, layout=gl.SliceLayout(1, by_columns))
     along = gl.arange(0, ROWS, layout=gl.SliceLayout(0, by_columns))
@@ -269,7 +272,7 @@ def _one_strip(
         gl.store(row_data + out, codes, mask=inside)
         if WRITE_Y:
             gl.store(y_out + out, y, mask=inside)
-    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, ROWS, WIDTH // B, WARPS)
+    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, FP8, ROWS, WIDTH // B, WARPS)
 
 
 @gluon.jit

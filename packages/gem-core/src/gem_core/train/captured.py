@@ -229,12 +229,13 @@ class FixedRows:
         return found
 
 
-def give_back(looked_up: Embedded, gradients: Mapping[str, Tensor]) -> None:
-    """The tables' backward pass, from gradients of `FixedRows`."""
+def give_back(looked_up: Embedded, gradients: Mapping[str, Tensor], ok: Tensor) -> None:
+    """The tables' backward pass, from gradients of `FixedRows`; where the flag ``ok`` is false they are zeros, whatever they hold."""
     rows = {key: value[0] if isinstance(value, tuple) else value for key, value in looked_up.items()}
     reached = [key for key in gradients if rows[key].requires_grad]
     if reached:
-        torch.autograd.backward([rows[key] for key in reached], [gradients[key][: rows[key].shape[0]] for key in reached])
+        own = [torch.where(ok, gradients[key][: rows[key].shape[0]], 0.0) for key in reached]
+        torch.autograd.backward([rows[key] for key in reached], own)
 
 
 class Captured:

@@ -62,6 +62,7 @@ class TrainStep:
         if capture:
             check_capture(parts, config, runtime)
         self._whole_tables = _adamw_tables(parts) if config.train.tables.kind == "adamw" else {}
+        self._cuts = capture and cuts(parts, runtime)
         recorded = capture and runtime.device.type == "cuda"
         self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime, lr_on_device=recorded)
         self.tables: RowwiseAdagrad | None = None
@@ -69,7 +70,8 @@ class TrainStep:
         if parts.tables is not None and not self._whole_tables:
             if parts.tables.optimizer_in_backward:
                 parts.tables.configure_optimizer(config.train.tables)  # type: ignore[attr-defined]
-                parts.tables.register_forward_hook(self._gated)  # type: ignore[attr-defined]
+                if not self._cuts:
+                    parts.tables.register_forward_hook(self._gated)  # type: ignore[attr-defined]
             else:
                 states = parts.tables.table_states()  # type: ignore[attr-defined]
                 self.tables = RowwiseAdagrad(states, config.train.tables, runtime, lr_on_device=recorded)
@@ -84,7 +86,6 @@ class TrainStep:
         self._mark: Callable[[str | None], None] = meter.mark
         names = getattr(parts.guard, "recording", tuple)
         self._captured = Captured(config.features, runtime.device, names) if capture else None
-        self._cuts = capture and cuts(parts, runtime)
         if capture and not self._cuts and parts.tables is not None:
             parts.tables.small_dense = True  # type: ignore[attr-defined]
         self._table_norm = torch.zeros((), device=runtime.device)
@@ -193,7 +194,7 @@ class TrainStep:
         torch.eq(numbers[1], 0, out=self._gate)
         if self._shared is not None:
             self._shared.begin()
-        give_back(looked_up, gradients)
+        give_back(looked_up, gradients, self._gate)
         squared = self._step_tables(self._gate)
         if squared is not None:
             self._table_norm.copy_(squared)

@@ -79,13 +79,12 @@ def measure(
         for turn in range(rounds):
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 seconds[name].append(_window(runs[name], given, steps, rt))
-        result = _result(seconds, recipe, guard)
+        result = _result(seconds, recipe, guard) | {"losses": {name: run.losses[-1] for name, run in runs.items()}}
         if guard:
             result |= _guard_cost(runs["watched"], given, rounds, rt, statistics.median(seconds[recipe]), result["ratios"]["watched"][0])
         sites = [p for _, p, _ in runs[recipe].parts.guard.describe()]
         return result | {
             "recipe": recipe,
-            "losses": {name: run.losses[-1] for name, run in runs.items()},
             "sites": {p: sites.count(p) for p in dict.fromkeys(sites)},
             "refused": _refused(runs[recipe].parts),
             "seconds": seconds,

@@ -20,7 +20,7 @@ from gem_core.model.experts import SummedExperts
 from gem_core.model.heads import Heads
 from gem_core.model.interaction import Cross, Dot, FactorizationMachine, Wukong
 from gem_core.model.interformer import GeneratedFfn
-from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix
+from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _RowsLinear
 from gem_core.model.pooling import Pooling, SeedPooling, SumKron
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles, rotate
@@ -287,6 +287,17 @@ def test_next_event_loss_formula():
 
 
 # --- replaced linear modules -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_linear_has_the_gradients_of_linear():
+    x, w, b = randn(9, 4), randn(3, 4, seed=1), randn(3, seed=2)
+    assert gradcheck(_RowsLinear.apply, [t.requires_grad_() for t in (x, w, b)])
+    for wanted in range(3):
+        given = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((x, w, b))]
+        found, expected = (f(*given).square().sum() for f in (_RowsLinear.apply, nn.functional.linear))
+        found.backward()
+        alone = given[wanted].grad
+        assert torch.allclose(alone, torch.autograd.grad(expected, given[wanted])[0])
 
 
 class Doubled(nn.Linear):

@@ -17,6 +17,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -249,34 +250,40 @@ def _time(name: str, group: list[Call], flops: float, device: torch.device, repe
 
 def _time_call(call: Call, device: torch.device, repeats: int) -> tuple[float, float, float]:
     """Seconds forward, seconds forward and backward, least bytes."""
-    outputs = [t for t in _tensors(call(device)) if t.requires_grad]
-    inputs = [t for t in _tensors((call.args, call.kwargs)) if t.requires_grad] + [p for p in call.module.parameters() if p.requires_grad]
-    gradients = [torch.randn_like(o) for o in outputs]
+    # One stream for all of it: backward passes synchronise with the stream that their parameters' nodes were made on, and a recording
+    # cannot wait for another one.
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        shapes = [(t.shape, t.dtype) for t in _tensors(call(device)) if t.requires_grad]
+        inputs = [t for t in _tensors((call.args, call.kwargs)) if t.requires_grad] + [
+            p for p in call.module.parameters() if p.requires_grad
+        ]
+        gradients = [torch.randn(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 
-    def both() -> None:
-        made = [t for t in _tensors(call(device)) if t.requires_grad]
-        torch.autograd.grad(made, inputs, gradients, allow_unused=True)
+        def both() -> None:
+            made = [t for t in _tensors(call(device)) if t.requires_grad]
+            torch.autograd.grad(made, inputs, gradients, allow_unused=True)
 
-    forward, total = (_alone(run, device, repeats) for run in (lambda: call(device), both))
-    return forward, total, 3.0 * sum(t.nbytes for t in inputs) + 2.0 * sum(o.nbytes for o in outputs)
+        forward, total = (_alone(run, side, device, repeats) for run in (lambda: call(device), both))
+    return forward, total, 3.0 * sum(t.nbytes for t in inputs) + 2.0 * sum(g.nbytes for g in gradients)
 
 
-def _alone(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def _alone(run: Callable[[], Any], side: torch.cuda.Stream | None, device: torch.device, repeats: int) -> float:
     """Seconds of one run, the median; on a CUDA device of a recorded one.
 
     :raises RunError: it waits for the device, so that it cannot be recorded.
     """
-    if device.type != "cuda":
+    if side is None:
         return statistics.median(_seconds(run, device, repeats))
     for _ in range(2):
         run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             run()
     except RuntimeError as error:
-        raise RunError(f"a part cannot be recorded: {str(error).splitlines()[0]}", fix="choose kernels that wait for no device") from error
+        raise RunError(f"a part cannot be recorded: {error}", fix="choose kernels that wait for no device") from error
     found = statistics.median(_seconds(graph.replay, device, repeats))
     graph.reset()
     return found

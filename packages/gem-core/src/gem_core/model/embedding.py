@@ -18,7 +18,7 @@ from gem_core.errors import BatchError, ConfigError
 from gem_core.jagged import Jagged
 from gem_core.model.config import EventConfig
 from gem_core.model.contract import TableSet
-from gem_core.model.layers import MaskNet, Mlp, TokenMix
+from gem_core.model.layers import MaskNet, Mlp, TokenMix, rows_linear
 from gem_core.model.rows import Rows
 from gem_core.model.tables import sequence_of
 
@@ -284,7 +284,7 @@ class EventTokens(nn.Module):
 
     def _combine(self, fields: list[Tensor]) -> Tensor:
         if self.config.combine != "sum":
-            return self.maps[0](fields[0] if len(fields) == 1 else torch.cat(fields, 1))
+            return rows_linear(self.maps[0], fields[0] if len(fields) == 1 else torch.cat(fields, 1))
         parts = [m(f) for m, f in zip(self.maps, fields)]
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 

@@ -134,6 +134,38 @@ def with_each(weight: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(weight.expand(x.shape[0], -1, -1), x) if x.is_cuda else torch.matmul(weight, x)
 
 
+MANY_ROWS = 16_384
+"""Rows from which on a bias's gradient is a product on a device."""
+
+
+class _RowsLinear(torch.autograd.Function):
+    """``x wᵀ + b`` of many rows. The bias's gradient is a product with ones, which reads the rows twice as fast as a reduction does; the
+    ones lie row by row, since a stride that is no multiple of 8 makes the product slow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w, b)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad
+        ones = dy.new_ones((dy.shape[0], 8)) if need_b else None
+        return dy @ w if need_x else None, dy.t() @ x if need_w else None, None if ones is None else (ones.t() @ dy)[0]
+
+
+def rows_linear(linear: nn.Module, x: Tensor) -> Tensor:
+    """``linear(x)`` of rows ``[N, in]``."""
+    many = x.is_cuda and x.dim() == 2 and x.shape[0] >= MANY_ROWS and x.dtype in (torch.bfloat16, torch.float16)
+    if many and type(linear) is nn.Linear and not torch.compiler.is_compiling():
+        w, b = linear.weight, linear.bias
+        if w.dtype == x.dtype and b is not None and b.dtype == x.dtype:
+            return _RowsLinear.apply(x, w, b)
+    return linear(x)
+
+
 def after_norm(linear: nn.Module, x: Tensor, kind: NormKind, eps: float = 1e-6) -> Tensor:
     """``linear(norm(x))``. A module that a recipe put in a linear's place may do both at once: ``linear.after_norm(x, kind, eps)``."""
     fused = getattr(linear, "after_norm", None)

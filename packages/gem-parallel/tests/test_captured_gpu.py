@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from gem_core.testing import strategies
 from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
 from gem_core.train import captured
 
@@ -24,6 +25,8 @@ TWO = {
 
 def both_ways(rank, world, task):
     """Losses, gradient norms and state of steps as usual and of captured ones, and how many graphs were recorded."""
+    if task.get("one_gpu"):
+        strategies.choose_device = lambda *_: torch.device("cuda", 0)
     counted = []
     real = captured.recorded
     captured.recorded = lambda *given: (counted.append(1), real(*given))[1]
@@ -60,11 +63,22 @@ def test_replayed_steps_are_the_steps(name):
     check([both_ways(0, 1, {"parallel": ONE[name], "sizes": sizes})])
 
 
+def uneven():
+    """Batches of different sizes on the ranks, so that one records while the other replays; one without samples."""
+    return [[((48, 20), (20, 48), (32, 32), (0, 24))[i % 4]] for i in range(STEPS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["core", "rows over two"])
+def test_two_processes_replay_what_they_compute(name, tmp_path):
+    """On one GPU, over gloo: the averages wait for what a recorded backward pass has filled, and for nothing else."""
+    check(run_processes(2, both_ways, {"parallel": TWO[name], "sizes": uneven(), "one_gpu": True}, tmp_path))
+
+
 @pytest.mark.multigpu
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FBGEMM if n in ("whole copies", "touched rows", "torchrec") else ()) for n in TWO])
 def test_two_gpus_replay_what_they_compute(name, tmp_path):
-    """Batches of different sizes on the ranks, so that one records while the other replays; one without samples."""
-    sizes = [[((48, 20), (20, 48), (32, 32), (0, 24))[i % 4]] for i in range(STEPS)]
-    check(run_processes(2, both_ways, {"parallel": TWO[name], "sizes": sizes}, tmp_path, backend="cpu:gloo,cuda:nccl"))
+    check(run_processes(2, both_ways, {"parallel": TWO[name], "sizes": uneven()}, tmp_path, backend="cpu:gloo,cuda:nccl"))

@@ -7,7 +7,8 @@ included, looks up in the full tables against values computed from the ids. Then
 single steps by CUDA events, the slowest rank's; memory peaks are of the steps after warm-up, with the counters reset.
 
 The share of gathers and reduce-scatters that a dense tower hides is ``1 - (t - t0) / x``: t the step with tower and exchange between
-replicas, t0 the same without that exchange, x the exchange alone.
+replicas, t0 the same without that exchange, x the exchange alone. Of ``t - t0`` the tower stands still, waiting for rows, for
+``waiting``; the rest is slower products.
 """
 
 from __future__ import annotations
@@ -184,7 +185,11 @@ class Bench:
             step(warmup + i + 1)
             marks.append(self.mark())
         self.settle()
-        return [(b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+        return [self.between(a, b) for a, b in zip(marks, marks[1:])]
+
+    def between(self, a: Any, b: Any) -> float:
+        """Milliseconds between two marks."""
+        return (b - a) * 1e3 if isinstance(a, float) else float(a.elapsed_time(b))
 
     def mark(self) -> Any:
         if not self.cuda:
@@ -366,6 +371,23 @@ def without_exchange() -> Iterator[None]:
             setattr(kind, name, method)
 
 
+@contextmanager
+def waits_marked(bench: Bench) -> Iterator[list[tuple[Any, Any]]]:
+    """Marks before and after every wait of the tower's stream for the exchange."""
+    kept, marks = Lane.wait, []
+
+    def wait(self: Lane, event: Any) -> None:
+        begin = bench.mark()
+        kept(self, event)
+        marks.append((begin, bench.mark()))
+
+    Lane.wait = wait  # type: ignore[method-assign]
+    try:
+        yield marks
+    finally:
+        Lane.wait = kept  # type: ignore[method-assign]
+
+
 def back_end(by: str) -> tuple[str, int | None]:
     """Of ``--by``: the back end, and the most SMs that it may take."""
     name, _, sms = by.partition(":")
@@ -402,6 +424,9 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
             module._release()
 
     full = bench.slowest(statistics.median(bench.timed(step, a.steps, a.warmup)))
+    with waits_marked(bench) as marks:
+        bench.timed(step, a.steps, a.warmup)
+    waiting = bench.slowest(sum(bench.between(*pair) for pair in marks) / (a.steps + a.warmup))
     with without_exchange():
         bare = bench.slowest(statistics.median(bench.timed(step, a.steps, a.warmup)))
     module._settle()
@@ -412,7 +437,7 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     told = ("NCCL" if name == "default" else name) + (f", {sms} SMs" if sms else "")
     row = {
         "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, "without exchange ms": bare,
-        "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - bare) / total),
+        "waiting ms": waiting, "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - bare) / total),
     }  # fmt: skip
     bench.say(str(row))
     return row

@@ -36,6 +36,10 @@ class TestVarlen(_Peer):
     spec = SPECS["jagged_attention", "varlen"]
     dtypes = (torch.bfloat16,)
 
+    def test_many_samples(self) -> None:
+        with pytest.raises(AssertionError, match="grid holds 65,535"):
+            super().test_many_samples()
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="FlashAttention needs a GPU")

@@ -26,6 +26,7 @@ from gem_core.ops.remember import remembered
 from gem_kernels.eager import dense
 
 PRIORITY = -10
+_GRID = 65_535
 Saved = tuple[Tensor | None, ...]
 
 
@@ -117,19 +118,35 @@ def lengths(offsets: Tensor) -> tuple[int, int, bool]:
 
 def varlen_forward(problem: Problem, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor], Saved]:
     p = _Packed(problem, tensors)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        p.q, p.k, p.v, p.q_offsets, p.k_offsets, p.q_longest, p.k_longest, 0.0, p.causal, False, scale=p.scale
-    )
+    if p.samples > _GRID:
+        raise OpError(
+            f"varlen: {p.samples:,} samples, a dimension of FlashAttention's grid holds {_GRID:,}",
+            where="kernels.ops.jagged_attention",
+            fix="use smaller batches or another implementation",
+        )
+    if p.samples:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            p.q, p.k, p.v, p.q_offsets, p.k_offsets, p.q_longest, p.k_longest, 0.0, p.causal, False, scale=p.scale
+        )
+    else:
+        out, lse = torch.empty_like(p.q), torch.empty(p.q.shape[1::-1], dtype=torch.float32, device=p.q.device)
     out[p.q_rows :] = 0
+    # FlashAttention's sum of a row without keys is +inf, and slack rows are not written
+    lse.masked_fill_(lse == torch.inf, -torch.inf)
+    lse[:, p.q_rows :] = -torch.inf
     return (out, lse), (*tensors, out, lse)
 
 
 def varlen_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...]) -> Saved:
     *tensors, out, lse = saved
+    assert lse is not None
     p = _Packed(problem, tuple(tensors))
+    if not p.samples:
+        return p.dq(torch.zeros_like(p.q)), torch.zeros_like(p.k), torch.zeros_like(p.v), None, None, None, None
     state = torch.zeros(2, dtype=torch.uint64, device=dout.device)
+    sums = lse.masked_fill(lse == -torch.inf, torch.inf)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dout.contiguous(), p.q, p.k, p.v, out, lse, p.q_offsets, p.k_offsets, p.q_longest, p.k_longest, 0.0, p.causal, state, state[:0],
+        dout.contiguous(), p.q, p.k, p.v, out, sums, p.q_offsets, p.k_offsets, p.q_longest, p.k_longest, 0.0, p.causal, state, state[:0],
         scale=p.scale,
     )  # fmt: skip
     dk[p.k_rows :], dv[p.k_rows :] = 0, 0

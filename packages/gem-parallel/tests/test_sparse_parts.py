@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.batch import SparseGroup
+from gem_core.config import config_from_dict, resolve
 from gem_core.config.schema import TableOptimizer
 from gem_core.errors import ConfigError, DataError, DeviceError
 from gem_core.jagged import Jagged
 from gem_core.model.contract import Lookup, TableSet, TableSpec
+from gem_core.train.build import build_parts
 from gem_core.train.mesh import Mesh
+from gem_core.train.runtime import runtime
 from gem_parallel.sparse import need as needs
 from gem_parallel.sparse import place, specs
 from gem_parallel.sparse.config import Gem2dConfig, SparseConfig, TableOptions
@@ -117,6 +120,39 @@ def test_options_that_gem_2d_cannot_follow_are_refused(options, what):
 def test_several_processes_need_a_process_group(name):
     with pytest.raises(DeviceError, match="torchrun"):
         SPECS[name].build(toy_tables(), Mesh(2), SPECS[name].config_type())
+
+
+@pytest.mark.skipif(find_spec("fbgemm_gpu") is None, reason="FBGEMM is not installed")
+def test_rows_of_fbgemm_in_bf16():
+    """Rows are those in fp32, rounded; bf16 gradients change the tables as the same numbers in fp32 do."""
+    tables, states = toy_tables(4), []
+    for output, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        torch.manual_seed(0)
+        made = SPECS["fbgemm"].build(tables, ONE, SPECS["fbgemm"].config_type(output=output))
+        made.configure_optimizer(TableOptimizer(lr=0.1))
+        found = [v[0] if isinstance(v, tuple) else v for v in made(random_group(tables, 6, 1)).values()]
+        assert {t.dtype for t in found} == {dtype}
+        g = torch.Generator().manual_seed(2)
+        grads = [torch.randn(t.shape, generator=g).bfloat16().to(dtype) for t in found]
+        torch.autograd.backward(found, grads)
+        states.append((found, {name: shards.parts[0][1].clone() for name, shards in made.state_items()}))
+    (rows, after), (exact, expected) = states
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(rows, exact))
+    for name, value in after.items():
+        # the gradient of b's mean is divided, and then rounded once more
+        assert torch.allclose(value, expected[name], rtol=1e-2 if name.startswith("b") else 1e-6, atol=1e-6), name
+
+
+@pytest.mark.skipif(find_spec("fbgemm_gpu") is None, reason="FBGEMM is not installed")
+def test_rows_in_bf16_need_products_in_bf16():
+    options = {
+        "run": {"device": "cpu"},
+        "data": {"source": "random", "random": {"preset": "tiny"}},
+        "model": {"preset": "tiny", "layers": 1},
+    }
+    config = config_from_dict({**options, "parallel": {"sparse": "fbgemm", "fbgemm": {"output": "bf16"}}})
+    with runtime(config) as rt, pytest.raises(ConfigError, match="rows in bfloat16, and the recipe 'fp32'"):
+        build_parts(resolve(config), rt)
 
 
 def test_one_process_only_for_fbgemm():

@@ -107,6 +107,13 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
     context = RecipeContext(runtime.device, compile=config.train.compile)
     guard = find("recipe", config.precision.recipe).apply(model, resolved.recipe, context)
     whole = Parts(model, model, tables, guard, mesh)
+    output = str(getattr(tables, "output", torch.float32)).removeprefix("torch.")
+    if output != "float32" and whole.precisions() <= {"fp32"}:
+        raise ConfigError(
+            f"the tables give rows in {output}, and the recipe {config.precision.recipe!r} computes in fp32",
+            where=f"parallel.{p.sparse}",
+            fix='choose a recipe that computes in lower precision (precision.recipe = "bf16", say), or fp32 rows',
+        )
     count = sum(p.numel() for name, p in model.named_parameters() if name not in whole._table_names())
     module = model
     if trains:

@@ -36,6 +36,12 @@ class SparseConfig(FrozenConfig):
 class FbgemmConfig(SparseConfig):
     """``[parallel.fbgemm]``: one process, FBGEMM's table kernels with the optimizer in backward."""
 
+    output: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="of looked-up rows and their gradients; bf16 halves what they cost where products in bf16 read them. Sums, updates and "
+        "optimizer state stay fp32",
+    )
+
 
 class Gem2dConfig(SparseConfig):
     """``[parallel.gem-2d]``"""

@@ -21,6 +21,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class TorchEngine:
     """PyTorch look-ups; rows are updated once from the sum of their gradients."""
 
+    output = torch.float32
+
     def __init__(self, rows: int, dim: int, dtype: str, device: torch.device, options: RowwiseOptions, placement: str) -> None:
         if placement != "hbm":
             raise ConfigError(
@@ -42,11 +44,11 @@ class TorchEngine:
         return self.weight, self.accumulator
 
     def look_up(self, rows: Tensor, offsets: Tensor, weights: Tensor | None, trains: bool) -> tuple[Tensor, Any]:
-        return segment_sum(self.weight, rows, offsets, weights), (rows, offsets, weights) if trains else None
+        return segment_sum(self.weight, rows, offsets, weights).to(self.output), (rows, offsets, weights) if trains else None
 
     def update(self, ticket: Any, gradients: Tensor) -> None:
         reads = Reads.of(*ticket)
-        update_rows(self.weight, self.accumulator, reads.rows, reads.gradients(gradients), self.options, self.generator)
+        update_rows(self.weight, self.accumulator, reads.rows, reads.gradients(gradients.float()), self.options, self.generator)
 
     def flush(self) -> None:
         """Everything is in the rows already."""
@@ -67,6 +69,7 @@ class TbeEngine:
         options: RowwiseOptions,
         placement: str,
         cache_fraction: float = 0.2,
+        output: torch.dtype = torch.float32,
     ) -> None:
         training = need("fbgemm_gpu.split_table_batched_embeddings_ops_training", "the fbgemm kernel")
         common = need("fbgemm_gpu.split_table_batched_embeddings_ops_common", "the fbgemm kernel")
@@ -75,7 +78,7 @@ class TbeEngine:
             raise ConfigError(
                 f"FBGEMM needs table widths that are multiples of 4, a table has {dim}", where="features", fix="change its dim"
             )
-        self.options, self.cuda = options, device.type == "cuda"
+        self.options, self.cuda, self.output = options, device.type == "cuda", output
         if self.cuda:
             where = {"hbm": "DEVICE", "uvm": "MANAGED", "uvm_caching": "MANAGED_CACHING"}[placement]
             location, compute = common.EmbeddingLocation[where], training.ComputeDevice.CUDA
@@ -97,7 +100,8 @@ class TbeEngine:
             learning_rate=lr,
             eps=eps,
             weights_precision=configs.SparseType[dtype.upper()],
-            output_dtype=configs.SparseType.FP32,
+            # the CPU's kernels give and take fp32
+            output_dtype=configs.SparseType.BF16 if output == torch.bfloat16 and self.cuda else configs.SparseType.FP32,
             cache_precision=configs.SparseType.FP16 if dtype == "fp16" else configs.SparseType.FP32,
             pooling_mode=common.PoolingMode.SUM,
             stochastic_rounding=dtype != "fp32",
@@ -125,16 +129,16 @@ class TbeEngine:
 
     def look_up(self, rows: Tensor, offsets: Tensor, weights: Tensor | None, trains: bool) -> tuple[Tensor, Any]:
         if offsets.numel() == 1:
-            return torch.zeros(0, self.module.embedding_specs[0][1], device=offsets.device), None
+            return torch.zeros(0, self.module.embedding_specs[0][1], dtype=self.output, device=offsets.device), None
         self._set_options()
         with torch.set_grad_enabled(trains):
             out = self.module(rows, offsets, per_sample_weights=weights)
-        return out.detach(), out if trains else None
+        return out.detach().to(self.output), out if trains else None
 
     def update(self, ticket: Any, gradients: Tensor) -> None:
         if ticket is not None:
             self._set_options()
-            ticket.backward(gradients)
+            ticket.backward(gradients.to(ticket.dtype))
 
     def flush(self) -> None:
         """Write what a device cache holds back to the rows."""
@@ -168,7 +172,11 @@ def build_engine(
     options: RowwiseOptions,
     placement: str = "hbm",
     cache_fraction: float = 0.2,
+    output: torch.dtype = torch.float32,
 ) -> Engine:
+    """``output``: dtype of looked-up rows and of the gradients that are given."""
     if engine_for(kernel, device) == "torch":
-        return TorchEngine(rows, dim, dtype, device, options, placement)
-    return TbeEngine(rows, dim, dtype, device, options, placement, cache_fraction)
+        engine = TorchEngine(rows, dim, dtype, device, options, placement)
+        engine.output = output
+        return engine
+    return TbeEngine(rows, dim, dtype, device, options, placement, cache_fraction, output)

@@ -79,8 +79,8 @@ class Segment:
 class Routes:
     """The exchange of a fixed set of look-ups over a fixed layout; collective over the model axis."""
 
-    def __init__(self, tables: TableSet, layout: Layout, axes: Axes) -> None:
-        self.tables, self.layout, self.axes = tables, layout, axes
+    def __init__(self, tables: TableSet, layout: Layout, axes: Axes, output: torch.dtype = torch.float32) -> None:
+        self.tables, self.layout, self.axes, self.output = tables, layout, axes, output
         self.lookups = tables.lookups
         self.dims = [tables.table(k.table).dim for k in self.lookups]
         self.units = layout.units[axes.model_rank]
@@ -355,7 +355,7 @@ class Routes:
             else:
                 result = torch.stack([v for _, v in found]).sum(0)
             divisor = asked.divisors.get(k.key)
-            results.append(result if divisor is None else result / divisor)
+            results.append(result if divisor is None else (result / divisor).to(self.output))
         return results
 
     def _places(self, asked: Asked) -> dict[int, Tensor]:
@@ -378,11 +378,11 @@ class Routes:
                 given = gradients[s.key]
                 if given is None:
                     count = asked.batch_size if not s.single else sum(c for t, c in zip(self.segments, asked.segment_ids) if t.key == s.key)
-                    given = torch.zeros(count, dim, device=self.axes.device)
+                    given = torch.zeros(count, dim, dtype=self.output, device=self.axes.device)
                 divisor = asked.divisors.get(self.lookups[s.key].key)
-                g = given.float()
+                g = given.to(self.output)
                 if divisor is not None or factor != 1.0:
-                    g = g * (factor if divisor is None else factor / divisor)
+                    g = (g * (factor if divisor is None else factor / divisor)).to(self.output)
                 scaled[s.key] = g
             piece = g[places[i]] if i in places else g
             assert piece.shape == (rows, dim)

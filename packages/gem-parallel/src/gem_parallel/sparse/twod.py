@@ -55,7 +55,9 @@ def build_fbgemm(tables: TableSet, mesh: Mesh, config: FbgemmConfig) -> nn.Modul
             fix='use sparse = "gem-2d" or "torchrec"',
         )
     device = torch.empty(0).device
-    return Tables2d(tables, axes(mesh, device), Gem2dConfig(kernel="fbgemm", **dict(config)), "fbgemm")
+    options = dict(config)
+    output = DTYPES[options.pop("output")]
+    return Tables2d(tables, axes(mesh, device), Gem2dConfig(kernel="fbgemm", **options), "fbgemm", output)
 
 
 def build_gem_2d(tables: TableSet, mesh: Mesh, config: Gem2dConfig) -> nn.Module:
@@ -89,9 +91,11 @@ class Tables2d(nn.Module):
 
     optimizer_in_backward = True
 
-    def __init__(self, tables: TableSet, where: Axes, config: Gem2dConfig, strategy: str = "gem-2d") -> None:
+    def __init__(
+        self, tables: TableSet, where: Axes, config: Gem2dConfig, strategy: str = "gem-2d", output: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
-        self.table_set, self.axes, self.config, self.strategy = tables, where, config, strategy
+        self.table_set, self.axes, self.config, self.strategy, self.output = tables, where, config, strategy, output
         self.whole = config.exchange == "whole"
         if not self.whole and config.schedule != "article":
             raise ConfigError(
@@ -116,12 +120,12 @@ class Tables2d(nn.Module):
         )
         self.kernel = engine_for(config.kernel, where.device)
         self.gathered_by = ""
-        self.routes = Routes(tables, self.layout, where)
+        self.routes = Routes(tables, self.layout, where, output)
         units = self.layout.units[where.model_rank]
         copies = where.replica if self.whole else 1
         engines = [
             build_engine(
-                self.kernel, u.rows * copies, u.dim, u.dtype, where.device, self.options, u.placement, config.cache_fraction
+                self.kernel, u.rows * copies, u.dim, u.dtype, where.device, self.options, u.placement, config.cache_fraction, output
             )
             for u in units
         ]  # fmt: skip
@@ -215,7 +219,7 @@ class Tables2d(nn.Module):
     # Passes
 
     def forward(self, group: SparseGroup) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
-        """Results as `gem_core.model.contract.Lookup` says, fp32. Collective over all ranks."""
+        """Results as `gem_core.model.contract.Lookup` says, fp32 unless another output was asked for. Collective over all ranks."""
         trains = torch.is_grad_enabled() and self.training
         step = self._taken(group)
         if trains:

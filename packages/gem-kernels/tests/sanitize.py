@@ -25,7 +25,6 @@ from gem_core.testing.kernel_cases import Call, Draw, cases
 from gem_core.testing.kernels import flat
 from gem_kernels import triton
 
-
 DENSE = {
     "norm_linear": {"x": (200, 320), "w": (136, 320), "b": (136,)},
     "linear_norm": {"x": (200, 136), "w": (320, 136), "b": (320,)},

@@ -289,6 +289,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
+    session.run("mypy", *map(str, Path("docs/examples").glob("*/src")))
 
 
 def _constrained(session: nox.Session, pins: list[str]) -> tuple[str, str]:

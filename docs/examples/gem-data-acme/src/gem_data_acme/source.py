@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class SqliteSource:
     def fetch(self, ids: np.ndarray) -> Batch:
         """The samples ``ids [B]``, in this order."""
         f = self.features
-        kinds = {"dense": f.dense, "sparse": f.sparse, "labels": f.labels}
+        kinds: dict[str, Mapping[str, Any]] = {"dense": f.dense, "sparse": f.sparse, "labels": f.labels}
         columns = {(kind, name): spec.column or name for kind, specs in kinds.items() for name, spec in specs.items()}
         found = {row[0]: row[1:] for row in self._rows(self.split, ("id", *columns.values()), "WHERE id IN", ids)}
         table = [found[i] for i in ids.tolist()]

@@ -15,7 +15,8 @@ from gem_core.ops.activations import ACTIVATIONS
 
 MAX_KEYS = 256
 
-Saved = tuple[Tensor | None, ...]
+Saved = tuple[Any, ...]
+"""Tensors, and None where one of the contract's is absent."""
 
 
 def supports(problem: Problem) -> Supported:
@@ -35,7 +36,7 @@ def supports(problem: Problem) -> Supported:
     return YES
 
 
-def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Saved]:
+def forward(problem: Problem, *tensors: Any) -> tuple[Tensor, Saved]:
     """``tensors`` in the order of the op's contract; returns ``[Nq, H, Dv]`` and the saved tensors, which for gdpa are the inputs."""
     q, k, v, q_offsets, k_offsets = tensors[:5]
     call = _Call(problem, q, k, v, q_offsets, k_offsets)
@@ -63,7 +64,7 @@ class _Call:
     """The padded tensors of one call, ``[B, H, L, D]``."""
 
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> None:
-        self.scale_in: Any = problem.option("scale_in")
+        self.scale_in: float = problem.option("scale_in")
         self.q = _pad(q, q_offsets, problem.option("max_q_len"))
         self.k = _pad(k, k_offsets, problem.option("max_k_len"))
         self.v = _pad(v, k_offsets, problem.option("max_k_len"))

@@ -81,7 +81,7 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool) -> d
         rows = {name: types[name] for name in kept} | {"strips_c": "i32"}
         return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
     constexprs |= {"NORM": not mx, "WEIGHT": not mx, "BIAS": False, "SQUARE": not mx}
-    types = {name: kind for name, kind in types.items() if name not in ("seeds", "eps")} | {"strips_r": "i32", "strips_c": "i32"}
+    types = {name: kind for name, kind in types.items() if name != "seeds"} | {"strips_r": "i32", "strips_c": "i32"}
     return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
 
 
@@ -117,8 +117,8 @@ def main(arch: int) -> None:
         if name in ("mx_both", "fp8_both"):
             t = TILES[f"norm_{operand.format}"]
             common |= {"BLOCK_R": t["BLOCK_R"], "BLOCK_C": t["BLOCK_C"]}
-            types = NORM | (scales if operand.format == "fp8" else {}) | SIZES | {"eps": "fp32"}
-            constexprs = {"LAYER": False, "WEIGHT": True, "BIAS": False, "WRITE_Y": True, "WALK": True, "QUANTIZE": True} | common
+            types = NORM | (scales if operand.format == "fp8" else {}) | SIZES
+            constexprs = {"WEIGHT": True, "BIAS": False, "WRITE_Y": True, "QUANTIZE": True} | common
             found[f"norm_{name}"] = built(norm_quantize_kernel, arch, types, constexprs, t["num_warps"])
             found[f"gluon_{name}"] = by_hand(operand, arch, types, True)
             found[f"gluon_{name.replace('both', 'rows')}"] = by_hand(operand, arch, types, False)

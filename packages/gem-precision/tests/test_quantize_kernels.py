@@ -288,25 +288,6 @@ def test_scaled_gemm_equals_the_emulation(m, n, k, weights):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: the interpreter knows no layouts")
-@pytest.mark.parametrize(
-    "tile", [{"num_warps": 8, "ROWS": 128, "STAGES": 2, "PER_SM": 2}, {"num_warps": 4, "ROWS": 64, "STAGES": 3, "PER_SM": 1}]
-)
-@pytest.mark.parametrize("act", ["none", "relu"])
-def test_tiles_asked_for_ahead(tile, act):
-    """Several tiles a program, borders inside tiles, rows that begin at odd multiples of 16 elements."""
-    for shape in ((40_000, 640), (37, 144), (129, 16)):
-        x = numbers((shape[0], shape[1] + 16))[:, 16:]
-        plain = x if act == "none" else torch.where(x < 0, 0, x)
-        for operand in (Operand(), Operand("fp8", block=(1, 128))):
-            if operand.format == "fp8" and tile["ROWS"] < 128:
-                continue
-            got = quantize_matrix(x, operand, operand, act=act, tile=tile)
-            assert_same(got.rows, codec(plain, operand, 1))
-            assert_same(got.columns, codec(plain, operand, 0))
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_more_than_two_to_the_31_elements():
     """A matrix of 2^31 + 2^20 bf16 elements: the last rows are what they are alone, both ways."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gem_core.errors import OpError
 from gem_precision.formats import FP8, MX, draw_seed, element
-from gem_precision.kernels import interpreting, launch, lays_out_by_hand, multiprocessors
+from gem_precision.kernels import interpreting, launch, lays_out_by_hand
 from gem_precision.policy import Operand
 
 RULES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
@@ -121,7 +121,7 @@ def _launch_by_hand(
     x: Tensor, y: Tensor, what: _Outputs, meta: dict[str, Any], tile: dict[str, Any] | None, stats: Tensor | None = None,
     weight: Tensor | None = None, bias: Tensor | None = None, **flags: Any,
 ) -> None:  # fmt: skip
-    from gem_precision.kernels.quantize_hopper import quantize_both_ahead_kernel, quantize_both_kernel, quantize_rows_kernel
+    from gem_precision.kernels.quantize_hopper import quantize_both_kernel, quantize_rows_kernel
 
     r, c = x.shape
     row_data, row_scales, col_data, col_scales, _ = what.pointers(x)
@@ -138,16 +138,8 @@ def _launch_by_hand(
         return
     # a third program on a multiprocessor, where 80 registers hold everything
     tile = tile or TILES["gluon_both" if kept["FP8"] or kept["ACT"] or stats is not None else "gluon_both_mx"]
-    kernel, programs = quantize_both_kernel, -(-r // 128) * -(-c // 128)
-    if "STAGES" in tile:
-        tile, per_sm = {k: v for k, v in tile.items() if k != "PER_SM"}, tile["PER_SM"]
-        if (x.data_ptr() | x.stride(0) | c) % 16:
-            tile = {"num_warps": 8}
-        else:
-            kernel = quantize_both_ahead_kernel
-            programs = min(-(-r // tile["ROWS"]) * -(-c // 128), per_sm * multiprocessors(x.device))
     launch(
-        kernel, programs, x.device, x, x if weight is None else weight, x if bias is None else bias, y,
+        quantize_both_kernel, -(-r // 128) * -(-c // 128), x.device, x, x if weight is None else weight, x if bias is None else bias, y,
         x if stats is None else stats, row_data, row_scales, col_data, col_scales, r, c, x.stride(0), what.col_stride, strips_r, strips_c,
         NORM=stats is not None, WEIGHT=weight is not None, BIAS=bias is not None, SQUARE=what.columns_square, WARPS=tile["num_warps"],
         **kept, **tile,
@@ -188,21 +180,25 @@ def norm_quantize(
         by_hand = columns is not None and _by_hand(x, dtype or x.dtype, rows, columns)
         what, meta = _plan(x, rows, columns, generator, swizzle, pad, by_hand)
     one = rows or columns
-    tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
     r, c = x.shape
     y = x.new_empty((r, c) if write_y else (1, 1), dtype=dtype or x.dtype)
     stats = x.new_empty((2, r), dtype=torch.float32)
-    from gem_precision.kernels.quantize_kernels import norm_quantize_kernel
+    from gem_precision.kernels.quantize_kernels import norm_quantize_kernel, norm_stats_kernel
 
-    if by_hand:
-        tile = TILES["norm_mx"]
+    block = min(1 << (c - 1).bit_length(), 1024)
     launch(
-        norm_quantize_kernel, -(-r // tile["BLOCK_R"]), x.device, x, x if weight is None else weight, x if bias is None else bias,
-        y, stats, *what.pointers(x), r, c, x.stride(0), what.col_stride, eps, LAYER=kind == "layer", WEIGHT=weight is not None,
-        BIAS=bias is not None, WRITE_Y=write_y and not by_hand, WALK=not by_hand, QUANTIZE=one is not None and not by_hand, **meta, **tile,
+        norm_stats_kernel, -(-r // (4096 // block)), x.device, x, stats, r, c, x.stride(0), eps, LAYER=kind == "layer",
+        BLOCK_R=4096 // block, BLOCK_C=block, num_warps=4,
     )  # fmt: skip
     if by_hand:
         _launch_by_hand(x, y, what, meta, None, stats, weight, bias, WRITE_Y=write_y)
+        return what.result(y if write_y else None, stats)
+    tile = TILES["norm_mx" if one is None or one.format == "mx" else "norm_fp8"]
+    launch(
+        norm_quantize_kernel, -(-r // tile["BLOCK_R"]), x.device, x, x if weight is None else weight, x if bias is None else bias,
+        y, stats, *what.pointers(x), r, c, x.stride(0), what.col_stride, WEIGHT=weight is not None, BIAS=bias is not None,
+        WRITE_Y=write_y, QUANTIZE=one is not None, **meta, **tile,
+    )  # fmt: skip
     return what.result(y if write_y else None, stats)
 
 

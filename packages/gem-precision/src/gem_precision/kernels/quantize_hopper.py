@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from gem_precision.kernels import device
 
@@ -83,34 +82,23 @@ def _store_scales(
 
 
 @gluon.jit
-def _load(x, row0, col0, R, C, stride, FULL: gl.constexpr, WARPS: gl.constexpr):
+def _one_tile(
+    tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride, strips_r,
+    strips_c, FULL: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr,
+    SQUARE: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
+    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
+    runs: gl.constexpr = gl.BlockedLayout([2, 256 // WARPS], [32, 1], [2, WARPS // 2], [1, 0])
     r = gl.arange(0, TILE, layout=gl.SliceLayout(1, by_rows))
     c = gl.arange(0, TILE, layout=gl.SliceLayout(0, by_rows))
-    at = x + row0 * stride + col0 + r[:, None] * stride + c[None, :]
+    at = r[:, None] * stride + c[None, :]
     whole: gl.constexpr = FULL
     if whole:
-        y = gl.load(at)
+        y = gl.load(x + row0 * stride + col0 + at)
     else:
-        y = gl.load(at, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :], other=0.0)
-    return y
-
-
-@gluon.jit
-def _one_tile(
-    y, tile, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, col_stride, strips_r, strips_c,
-    FULL: gl.constexpr, THERE: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
-    WRITE_Y: gl.constexpr, SQUARE: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr,
-    EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """``y [ROWS, TILE]`` of x at (row0, col0); ``THERE``: ``tile`` holds it already."""
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    by_columns: gl.constexpr = gl.BlockedLayout([1, 16], [512 // ROWS, ROWS // 16], [WARPS, 1], [1, 0])
-    runs: gl.constexpr = gl.BlockedLayout([2, 2 * ROWS // WARPS], [32, 1], [2, WARPS // 2], [1, 0])
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_rows))
-    c = gl.arange(0, TILE, layout=gl.SliceLayout(0, by_rows))
-    whole: gl.constexpr = FULL
+        inside = (row0 + r < R)[:, None] & (col0 + c < C)[None, :]
+        y = gl.load(x + row0 * stride + col0 + at, mask=inside, other=0.0)
     if ACT != 0:
         y = _activation(y.to(gl.float32), ACT)
     if NORM:
@@ -130,15 +118,14 @@ def _one_tile(
             gl.store(y_out + row0 * C + col0 + out, y)
         else:
             gl.store(y_out + row0 * C + col0 + out, y, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    if not THERE:
-        tile.store(y)
+    tile.store(y)
 
-    codes, stored = _along_last(y.to(gl.float32), by_rows, ROWS, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    codes, stored = _along_last(y.to(gl.float32), by_rows, TILE, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
     if whole:
         gl.store(row_data + row0 * C + col0 + out, codes)
     else:
         gl.store(row_data + row0 * C + col0 + out, codes, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, FP8, ROWS, TILE // B, WARPS)
+    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, FP8, TILE, TILE // B, WARPS)
 
     turned = tile.permute((1, 0)).load(runs).to(gl.float32)
     if SQUARE:
@@ -147,16 +134,15 @@ def _one_tile(
         codes = _codes(turned * inverse, E5M2)
         gl.store(col_scales + col0 // TILE * strips_r + row0 // TILE, stored)
     else:
-        codes, stored = _along_last(turned, runs, TILE, ROWS, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
-        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, FP8, TILE, ROWS // B, WARPS)
-    codes = gl.convert_layout(codes, by_columns)
-    line = gl.arange(0, TILE, layout=gl.SliceLayout(1, by_columns))
-    along = gl.arange(0, ROWS, layout=gl.SliceLayout(0, by_columns))
-    target = col_data + col0 * col_stride + row0 + line[:, None] * col_stride + along[None, :]
+        codes, stored = _along_last(turned, runs, TILE, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, FP8, TILE, TILE // B, WARPS)
+    codes = gl.convert_layout(codes, by_rows)
+    # by_rows again, its first dim now the columns of x
+    target = col_data + col0 * col_stride + row0 + r[:, None] * col_stride + c[None, :]
     if whole:
         gl.store(target, codes)
     else:
-        gl.store(target, codes, mask=(col0 + line < C)[:, None] & (row0 + along < R)[None, :])
+        gl.store(target, codes, mask=(col0 + r < C)[:, None] & (row0 + c < R)[None, :])
 
 
 @gluon.jit
@@ -176,70 +162,16 @@ def quantize_both_kernel(
     col0 = (gl.program_id(0) % across).to(gl.int64) * TILE
     if (row0 + TILE <= R) & (col0 + TILE <= C):
         _one_tile(
-            _load(x, row0, col0, R, C, stride, True, WARPS), tile, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales,
-            row0, col0, R, C, col_stride, strips_r, strips_c, True, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE,
-            MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B, WARPS, TILE,
+            tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+            strips_r, strips_c, True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
+            E5M2, B, WARPS,
         )  # fmt: skip
     else:
         _one_tile(
-            _load(x, row0, col0, R, C, stride, False, WARPS), tile, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales,
-            row0, col0, R, C, col_stride, strips_r, strips_c, False, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE,
-            MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B, WARPS, TILE,
+            tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+            strips_r, strips_c, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
+            E5M2, B, WARPS,
         )  # fmt: skip
-
-
-@gluon.jit
-def _fetch(buffer, x, tile, tiles, across, R, C, stride, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """Ask for a tile; what is outside of x, and tiles that do not exist, are zeros."""
-    chunks: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    row0 = (tile // across).to(gl.int64) * ROWS
-    col0 = (tile % across).to(gl.int64) * TILE
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, chunks))
-    c = gl.arange(0, TILE, layout=gl.SliceLayout(0, chunks))
-    inside = (row0 + r < R)[:, None] & ((col0 + c < C) & (tile < tiles))[None, :]
-    async_copy.async_copy_global_to_shared(buffer, x + row0 * stride + col0 + r[:, None] * stride + c[None, :], inside)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def quantize_both_ahead_kernel(
-    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride, strips_r, strips_c,
-    ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SQUARE: gl.constexpr,
-    SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
-    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """`quantize_both_kernel` with programs that walk over tiles of ``ROWS`` x 128 and ask for tiles ahead, so that reading never stops.
-    x's rows begin at multiples of 16 bytes, and C is a multiple of 16."""
-    buffers = gl.allocate_shared_memory(x.dtype.element_ty, (STAGES, ROWS, TILE), gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    there: gl.constexpr = ACT == 0 and not NORM
-    across = gl.cdiv(C, TILE)
-    tiles = gl.cdiv(R, ROWS) * across
-    first, step = gl.program_id(0), gl.num_programs(0)
-    for ahead in gl.static_range(STAGES - 1):
-        _fetch(buffers.index(ahead), x, first + ahead * step, tiles, across, R, C, stride, WARPS, ROWS)
-    turn = first * 0
-    for tile in range(first, tiles, step):
-        _fetch(
-            buffers.index((turn + STAGES - 1) % STAGES), x, tile + (STAGES - 1) * step, tiles, across, R, C, stride, WARPS, ROWS
-        )  # fmt: skip
-        async_copy.wait_group(STAGES - 1)
-        here = buffers.index(turn % STAGES)
-        turn += 1
-        row0 = (tile // across).to(gl.int64) * ROWS
-        col0 = (tile % across).to(gl.int64) * TILE
-        if (row0 + ROWS <= R) & (col0 + TILE <= C):
-            _one_tile(
-                here.load(by_rows), here, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C,
-                col_stride, strips_r, strips_c, True, there, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX,
-                LARGEST, TOP_MANTISSA, E5M2, B, WARPS, ROWS,
-            )  # fmt: skip
-        else:
-            _one_tile(
-                here.load(by_rows), here, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C,
-                col_stride, strips_r, strips_c, False, there, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX,
-                LARGEST, TOP_MANTISSA, E5M2, B, WARPS, ROWS,
-            )  # fmt: skip
 
 
 @gluon.jit

@@ -131,16 +131,8 @@ def quantize_kernel(
 
 
 @triton.jit
-def norm_quantize_kernel(
-    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride, eps,
-    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, WRITE_Y: tl.constexpr, WALK: tl.constexpr, QUANTIZE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
-    SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
-    LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
-    B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Norm over C, rounded to y_out's dtype as the unfused op does, then quantise; ``stats [2, R]`` receives mean and 1/deviation. A
-    program owns BLOCK_R whole rows; the second and third walk over them come from the cache. ``WALK`` 0: the statistics alone."""
+def norm_stats_kernel(x, stats, R, C, stride, eps, LAYER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """``stats [2, R]``: mean (RMS: zero) and 1/deviation of the rows; a program owns BLOCK_R."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
     mean = tl.zeros((BLOCK_R,), tl.float32)
     if LAYER:
@@ -157,10 +149,25 @@ def norm_quantize_kernel(
         v = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         centred = tl.where(inside, v - mean[:, None], 0.0)
         squares += tl.sum(centred * centred, axis=1)
-    rstd = 1.0 / tl.sqrt_rn(squares / C + eps)
     tl.store(stats + rows, mean, mask=rows < R)
-    tl.store(stats + R + rows, rstd, mask=rows < R)
-    for start in tl.range(0, C if WALK else 0, BLOCK_C):
+    tl.store(stats + R + rows, 1.0 / tl.sqrt_rn(squares / C + eps), mask=rows < R)
+
+
+@triton.jit
+def norm_quantize_kernel(
+    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, seeds, R, C, stride, col_stride,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC_ROWS: tl.constexpr, STOCHASTIC_COLS: tl.constexpr,
+    SWIZZLE: tl.constexpr, FP8: tl.constexpr, RULE: tl.constexpr, MBITS: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr,
+    LARGEST: tl.constexpr, TOP_MANTISSA: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr, CAST: tl.constexpr,
+    B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Norm over C from the ``stats`` of `norm_stats_kernel`, rounded to y_out's dtype as the unfused op does, then quantise. A program
+    walks over BLOCK_R whole rows."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+    mean = tl.load(stats + rows, mask=rows < R, other=0.0)
+    rstd = tl.load(stats + R + rows, mask=rows < R, other=0.0)
+    for start in tl.range(0, C, BLOCK_C):
         cols = start + tl.arange(0, BLOCK_C).to(tl.int64)
         inside = (rows < R)[:, None] & (cols < C)[None, :]
         v = tl.load(x + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -1,6 +1,7 @@
 """mkdocs hook: drawings are put into pages, the benchmarks page shows every result, the compatibility page the versions that are pinned.
 
-``<!-- drawing: NAME -->`` in a page becomes docs/drawings/NAME.svg, inline, so that it takes the page's colours and needs no network.
+The results themselves and their plots go into results/ of the site. ``<!-- drawing: NAME -->`` in a page becomes docs/drawings/NAME.svg,
+inline, so that it takes the page's colours and needs no network.
 """
 
 from __future__ import annotations
@@ -12,6 +13,15 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 DRAWING = re.compile(r"^<!-- drawing: ([\w-]+) -->$", re.MULTILINE)
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path in sorted(DOCS.glob("benchmarks/**/*")):
+        if path.suffix in (".json", ".svg"):
+            files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -33,8 +43,14 @@ def tables() -> str:
     folder, inputs = DOCS / "benchmarks", {"measured-h200"}
     written = sorted(folder.rglob("*.md"))
     stems = {path.stem for path in written} | inputs
-    pages = [path.read_text() for path in written] + [table_of(path) for path in sorted(folder.rglob("*.json")) if path.stem not in stems]
+    pages = [shown(path) for path in written] + [table_of(path) for path in sorted(folder.rglob("*.json")) if path.stem not in stems]
     return "\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE) for text in pages)
+
+
+def shown(path: Path) -> str:
+    """What a benchmark wrote, its plot behind it."""
+    plot = f"\n![{path.stem}](results/{path.stem}.svg)\n" if path.with_suffix(".svg").exists() else ""
+    return re.sub(r"\]\((?=[\w-]+\.(?:json|svg)\))", "](results/", path.read_text()) + plot
 
 
 def table_of(path: Path) -> str:

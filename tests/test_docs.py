@@ -113,5 +113,7 @@ def test_the_benchmarks_page_holds_every_result(load):
         command = data.get("command") or data.get("environment", {}).get("command") if isinstance(data, dict) else None
         if command and not result.with_suffix(".md").exists():
             assert command in page, f"{result.name} is not on the page"
+    plots = {path.stem for path in (PAGES.parent / "benchmarks").rglob("*.svg")}
+    assert {name for name in plots if f"](results/{name}.svg)" in page} == plots
     table = hooks.table_of(PAGES.parent / "benchmarks" / "precision.json")
     assert "| recipe | before | k | n | graph_ms | eager_ms | ratio |" in table

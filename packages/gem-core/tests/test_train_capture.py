@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -312,7 +313,7 @@ def test_too_many_shapes_end_the_run():
         captured.enter(a_batch(1, MOST + 1, True), [1.0, 1.0, 0.0])
 
 
-def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", **train):
+def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", watched=None, **train):
     """Outcomes, parameters and rooms of steps on ``batches`` with the core's tables: computed as usual, or cut at the look-ups."""
     device = torch.device("cpu")
     config = config_from_dict({
@@ -324,9 +325,10 @@ def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", **train):
     step = TrainStep(build_parts(resolve(config), Runtime(device)), config, Runtime(device), Meter(device, peak("", {"fp32"})))
     step.parts.module.train()
     outcomes = []
-    for i, batch in enumerate(batches):
-        step.set_lr(1.0 / (1 + i))
-        outcomes.append(step([Fed(batch, batch, float(batch.size), 0, None, {})], i == 3))
+    with watched or nullcontext():
+        for i, batch in enumerate(batches):
+            step.set_lr(1.0 / (1 + i))
+            outcomes.append(step([Fed(batch, batch, float(batch.size), 0, None, {})], i == 3))
     return torch.stack(outcomes), dict(step.parts.model.state_dict()), [] if step._captured is None else step._captured._recorded
 
 
@@ -347,6 +349,16 @@ def test_a_step_cut_at_the_look_ups_is_the_step(name, monkeypatch):
         torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=2e-5, msg=lambda m, name=parameter: f"{name}: {m}")
     assert len(rooms) > 2
     assert all(room.rows.leaves["sequences.history.fields.item"][0].shape[0] > 13 for room in rooms)
+
+
+def test_a_cut_step_waits_for_nothing(monkeypatch):
+    """From the choice of a room and the copies into it to the update of the tables."""
+    watched = Waits()
+    batches = [a_batch(i, 24, False, 5 + i % 4) for i in range(5)]
+    # on the host, where that waits for nothing, the ends of histories without slack are checked
+    unchecked = [dataclasses.replace(b, sequences={"history": dataclasses.replace(b.sequences["history"], slack=True)}) for b in batches]
+    trained(unchecked, monkeypatch, cut=True, watched=watched)
+    assert watched.found == []
 
 
 @pytest.mark.gpu

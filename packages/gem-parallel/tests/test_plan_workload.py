@@ -145,8 +145,8 @@ def test_times_follow_lengths_and_rates() -> None:
     assert at == 1
     assert worst[1].forward == times[1].forward[1] > times[1].forward[0] == times[1].forward[2]
     part = work.units[-1].work["heads"].gemm.constant * 32
-    assert times[-1].forward[0] == pytest.approx(part / (67e12 * 1.14 * place.gpu.mfu.of("heads")))
-    assert times[-1].backward[0] == pytest.approx(2 * part / (67e12 * 1.14 * place.gpu.mfu.of("heads", backward=True)))
+    assert times[-1].forward[0] == pytest.approx(part / (67e12 * place.gpu.in_step * place.gpu.mfu.of("heads")))
+    assert times[-1].backward[0] == pytest.approx(2 * part / (67e12 * place.gpu.in_step * place.gpu.mfu.of("heads", backward=True)))
 
 
 def test_ids_are_counted_from_the_data() -> None:

@@ -48,8 +48,10 @@ def dense_memory(workload: Workload, cluster: Cluster, dense: Dense, events: flo
     last = len(units) - 1
     always = sum(copies[i] for i in {0, last}) if spread > 1 else 0.0
     points: list[tuple[str, dict[str, float]]] = []
+    kept = sum(shard) if workload.captured else 0.0  # a graph's gradients stay where they are
 
     def add(name: str, activations: float, gathered: float, gradients: float) -> None:
+        gradients = max(gradients, kept)
         points.append((name, {**fixed, "activations": activations + casts, "gathered copies": gathered, "gradients": gradients}))
 
     def around(i: int, forward: bool) -> float:
@@ -105,11 +107,13 @@ def table_memory(workload: Workload, sparse: Sparse) -> TableMemory:
     where = layout(workload.tables, sparse.cuts, sparse.model)
     batch = workload.batch * sparse.model
     rows = workload.batch * where.received + batch * where.sent_max
+    # The rows that a graph reads and their gradients have memory of their own.
+    fixed = 2.0 * workload.batch * where.received if workload.captured else 0.0
     if sparse.strategy == "local" and sparse.world > 1:
         rows += sparse.world * workload.batch * where.read_max
     if not sparse.spread_over_replicas:
-        return TableMemory(where.held_max, rows, rows)
-    held = where.held_max / sparse.replica
+        return TableMemory(where.held_max + fixed, rows, rows)
+    held = where.held_max / sparse.replica + fixed
     if sparse.exchange == "touched":
         touched = batch * where.read_max
         return TableMemory(held, rows + touched, rows + 2 * touched)

@@ -23,6 +23,8 @@ from gem_parallel.plan.memory import Memory, dense_memory, step_memory, table_me
 from gem_parallel.plan.program import UnitTimes, compute_times, step, typical
 from gem_parallel.plan.workload import Lengths, Workload
 
+SLACK = 1.05
+"""Room of a captured step for events over those that it has."""
 DRAWS = 33
 """Batches that are drawn at least."""
 MARGIN = 0.9
@@ -129,7 +131,9 @@ class Space:
         steps = max(1, DRAWS // world)
         lengths = workload.draw(world * steps, seed)
         rank, times = typical(compute_times(workload, cluster, lengths), world)
-        events = float(np.max(sum(values.sum(-1) for name, values in lengths.items() if name) if "" not in lengths else 0.0))
+        events = (SLACK if workload.captured else 1.0) * float(
+            np.max(sum(values.sum(-1) for name, values in lengths.items() if name) if "" not in lengths else 0.0)
+        )
         own = {name: values[rank : rank + 1] for name, values in lengths.items()}
         space = cls(workload, cluster, world, times, events, own, [], [])
         space.levels = levels(workload, cluster, times, own, events)

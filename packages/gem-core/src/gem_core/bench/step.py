@@ -87,9 +87,9 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         _wait(rt)
         first_s = time.perf_counter() - began
         run(max(0, warmup - 1))
-        for _ in range(SETTLING // WINDOW if config.train.capture else 0):
+        for _ in range(SETTLING // (2 * WINDOW) if config.train.capture else 0):
             known = step.news
-            run(WINDOW)
+            run(2 * WINDOW)
             if not rt.count([step.news > known])[0]:
                 break
         _wait(rt)

@@ -16,8 +16,8 @@ HISTORY = (
     (
         "ml-1m",
         "MovieLens-1M, next item, all 3,416 items ranked",
-        "The file has no clock times, so no model has a time bias; HSTU's published ones have. The user's newest 200 items are left "
-        "out, for `sasrec gbce`, as published, all that the user had.",
+        "The file has no clock times, so no model has a time bias; HSTU's published ones have. `hstu` has four layers, where HSTU has two "
+        "and HSTU-large eight. The user's newest 200 items are left out, for `sasrec gbce`, as published, all that the user had.",
     ),
     (
         "s3rec",

@@ -38,6 +38,7 @@ _TORCH = ("kernels.ops.norm=compiled", "kernels.ops.norm_linear=compiled", "kern
 _PADDED, _BUCKETED = "data.random.padded=true", "data.random.window=16"
 _MATMUL = "kernels.ops.norm_gdpa=matmul"
 _COMPILED, _CAPTURED, _FUSED = "train.compile=true", "train.capture=true", "parallel.sparse=fbgemm"
+_ROWS = "parallel.fbgemm.output=bf16"
 
 EFFICIENCY = (
     Row("padded, eager", (_PADDED, "kernels.default=eager", _FUSED), micro=16),
@@ -49,7 +50,8 @@ EFFICIENCY = (
     Row("our kernels", (_FUSED,)),
     Row("+ compile", (_COMPILED, _FUSED)),
     Row("+ step as a CUDA graph", (_CAPTURED, _FUSED)),
-    Row("+ precision fp8", (_CAPTURED, _FUSED, "precision.recipe=fp8-block")),
+    Row("+ looked-up rows in bf16", (_CAPTURED, _FUSED, _ROWS)),
+    Row("+ precision fp8", (_CAPTURED, _FUSED, _ROWS, "precision.recipe=fp8-block")),
     Row("the core's tables", (_CAPTURED,)),
 )
 """One change a row as far as changes combine (a captured step is not compiled). All tables but those of the last row are updated in the

@@ -82,12 +82,13 @@ class Tables(Protocol):
     the module has ``table_states() -> Mapping[str, TableState]``, table name to parameter and accumulator, for the trainer to update; where
     it is True it has ``configure_optimizer(config: TableOptimizer)``, called once before training, and ``set_learning_rate(lr)``, called
     before every step. Their gradients arrive as means over the ranks (each rank's loss is multiplied by the world), and as exact zeros in
-    a step that is skipped: an optimizer in backward must leave rows with zero gradients unchanged.
+    a step that is skipped: an optimizer in backward must leave rows with zero gradients unchanged. In a captured step the look-up and its
+    backward pass run outside of what is recorded, the one before it and the other after it, so that they may wait for the device.
 
     Methods that a strategy may have, all called on every rank alike:
 
     - ``prefetch(group)``: the ids of the next training batch, given after the forward pass of the current one, so that their exchange can
-      overlap its backward pass. The same object comes back as the argument of a later forward call; forward calls on other groups
+      overlap its backward pass (in a captured step after its look-up, before the dense part). The same object comes back as the argument of a later forward call; forward calls on other groups
       (evaluation) may come in between, and a run may end without the awaited one.
     - ``after_backward(ok) -> Tensor | None``, only where ``optimizer_in_backward``: called after the backward pass of every micro-batch
       for updates that are not part of autograd; ``ok`` is a bool scalar on the device, and where it is false nothing may change. Returns

@@ -88,8 +88,8 @@ class Tables(Protocol):
     Methods that a strategy may have, all called on every rank alike:
 
     - ``prefetch(group)``: the ids of the next training batch, given after the forward pass of the current one, so that their exchange can
-      overlap its backward pass (in a captured step after its look-up, before the dense part). The same object comes back as the argument of a later forward call; forward calls on other groups
-      (evaluation) may come in between, and a run may end without the awaited one.
+      overlap its backward pass (in a captured step after its look-up, before the dense part). The same object comes back as the argument
+      of a later forward call; forward calls on other groups (evaluation) may come in between, and a run may end without the awaited one.
     - ``after_backward(ok) -> Tensor | None``, only where ``optimizer_in_backward``: called after the backward pass of every micro-batch
       for updates that are not part of autograd; ``ok`` is a bool scalar on the device, and where it is false nothing may change. Returns
       the squared norm of the mean gradients of all tables over all ranks (fp32 scalar), or None if it does not know.

@@ -142,7 +142,7 @@ def test_steps_of_two_precisions_and_of_the_guard(tmp_path):
     """Ratios are of the recorded windows, the parts of the overhead add up, and the page tells all of it."""
     config = load_config(quickstart_path(), {"data.batch_size": 16, "run.threads": 1, "train.steps": 1000})
     result = steps.measure(config, steps=1, rounds=2, warmup=1)
-    assert list(result["step_ms"]) == ["bf16", "fp8-block", "watched"]
+    assert list(result["step_ms"]) == ["bf16", "fp8-block", "all", "watched"]
     pairs = [a / b for a, b in zip(result["seconds"]["bf16"], result["seconds"]["fp8-block"])]
     assert result["ratios"]["speed-up"] == (pytest.approx(sum(pairs) / 2), min(pairs), max(pairs))
     parts = result["overhead_parts"]
@@ -152,5 +152,5 @@ def test_steps_of_two_precisions_and_of_the_guard(tmp_path):
     assert result["losses"]["watched"] != result["losses"]["bf16"]
     steps.write(result, tmp_path, "tiny", "the command")
     page = (tmp_path / "precision-step-tiny.md").read_text()
-    assert all(word in page for word in ("the command", "| watched |", "Guard of", "captured" if result["captured"] else "eager"))
+    assert all(word in page for word in ("the command", "| watched |", "guard of", "captured" if result["captured"] else "eager"))
     assert json.loads((tmp_path / "precision-step-tiny.json").read_text())["overhead"] == result["overhead"]

@@ -102,7 +102,9 @@ class Collectives(FrozenConfig):
     """``[collectives]``"""
 
     launch_us: float = Field(20.0, ge=0, description="fixed time of a collective")
-    host_us: float = Field(0.0, ge=0, description="host time of one collective in a step that is not captured, copies around it included")
+    host_us: float = Field(
+        0.0, ge=0, description="host time of gathering or reducing one sharded layer in a step that is not captured, copies included"
+    )
     message_us: float = Field(1.0, ge=0, description="time of an all-to-all for each further peer")
     slowdown: float = Field(1.0, ge=1, description="factor by which concurrent computation is slowed (1: the collectives use no SM)")
     copy_engine: float | None = Field(

@@ -101,9 +101,9 @@ class _Builder:
         return self._add(Op(name, what, stream, _known(after), cost=price, axes=axes, quiet=quiet))
 
     def launches(self, operations: float) -> None:
-        """What the host starts: so many operations, and the collectives of the program."""
-        collectives = sum(op.cost is not None for op in self.ops)
-        seconds = (operations * self.cluster.gpu.launch_us + collectives * self.cluster.collectives.host_us) * 1e-6
+        """What the host starts: so many operations, and what it does around the collectives of sharded layers."""
+        sharded = sum(op.what in ("parameter gather", "gradient reduce-scatter") for op in self.ops)
+        seconds = (operations * self.cluster.gpu.launch_us + sharded * self.cluster.collectives.host_us) * 1e-6
         if seconds:
             self._add(Op("launches", "launches", HOST, (), seconds))
 

@@ -190,10 +190,10 @@ class TrainStep:
         self._look_ahead(following)
         runtime.all_reduce(room.totals)
         own, gradients, before = room.part("dense", lambda: self._dense_part(room, leaves))
+        if self._shared is not None:
+            self._shared.begin()  # before other exchanges, which a communicator would do first and which wait for all of the dense part
         numbers = runtime.all_reduce(own)
         torch.eq(numbers[1], 0, out=self._gate)
-        if self._shared is not None:
-            self._shared.begin()
         give_back(looked_up, gradients, self._gate)
         squared = self._step_tables(self._gate)
         if squared is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gem_core import ops
 from gem_core.errors import OpError
+from gem_core.ops import remember
 
 O = torch.tensor([0, 2, 5])
 Q, K = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
@@ -163,3 +164,58 @@ def test_tensors_stay_free_of_what_is_remembered_of_them() -> None:
     del offsets
     gc.collect()
     assert alive() is None
+
+
+def test_a_recorded_graph_builds_once_what_belongs_to_it(monkeypatch) -> None:
+    """What was remembered before would be of the values that its inputs had then, and must not be known after it either."""
+    built, stream = [], [None]
+    monkeypatch.setattr(remember, "_stream_of_graph", lambda t: stream[0])
+
+    def ask(t: torch.Tensor) -> int:
+        return remember.remembered([t], "key", lambda: built.append(0) or len(built))
+
+    offsets = O.clone()
+    assert [ask(offsets), ask(offsets)] == [1, 1]
+    stream[0] = 7
+    assert [ask(offsets), ask(offsets)] == [2, 3]  # recorded by someone who tells nobody
+    with remember.recording():
+        assert [ask(offsets), ask(offsets)] == [4, 4]
+        stream[0] = 8
+        assert ask(offsets) == 5
+        stream[0] = 7
+        assert ask(offsets) == 4
+        offsets.add_(0)
+        assert [ask(offsets), ask(offsets)] == [6, 6]
+        with remember.recording():
+            assert ask(offsets) == 7
+        assert ask(offsets) == 6
+    with remember.recording():
+        assert ask(offsets) == 8
+    stream[0] = None
+    assert [ask(offsets), ask(offsets)] == [9, 9]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_replayed_graph_reads_its_offsets_anew() -> None:
+    """Plans are shared by the ops of one graph and still follow the lengths that a replay finds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.tensor([0, 100, 140, 300], device="cuda")
+    side = torch.cuda.Stream()
+
+    def run() -> torch.Tensor:
+        first = ops.jagged_attention(q, k, v, offsets, max_q_len=300)
+        return ops.jagged_attention(first, k, v, offsets, max_q_len=300)
+
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with remember.recording(), torch.cuda.graph(graph, stream=side):
+        out = run()
+    for bounds in ([0, 100, 140, 300], [0, 5, 290, 300], [0, 0, 1, 250]):
+        offsets.copy_(torch.tensor(bounds))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, run()), bounds

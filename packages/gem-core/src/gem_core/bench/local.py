@@ -30,6 +30,7 @@ from gem_core.config import Config, resolve
 from gem_core.errors import ConfigError, RunError
 from gem_core.model.tables import sparse_group
 from gem_core.ops import use_policy
+from gem_core.ops.remember import recording
 from gem_core.requests import expanded
 from gem_core.train.build import Parts, build_parts, build_source
 from gem_core.train.measure import Meter, peak
@@ -280,7 +281,7 @@ def _alone(run: Callable[[], Any], side: torch.cuda.Stream | None, device: torch
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=side):
+        with recording(), torch.cuda.graph(graph, stream=side):
             run()
     except RuntimeError as error:
         raise RunError(f"a part cannot be recorded: {error}", fix="choose kernels that wait for no device") from error

@@ -6,7 +6,8 @@ Nothing is stored in the tensors themselves, so that they can still be pickled a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,22 +17,46 @@ from torch.utils.weak import WeakTensorKeyDictionary
 T = TypeVar("T")
 _LIMIT = 16
 _kept: Any = WeakTensorKeyDictionary()
+_in_graph: Any = None
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Around the recording of one CUDA graph: what is built in it on one stream is built once for all of the graph, and forgotten after it.
+
+    Not of a thread, since backward passes run in threads of their own.
+    """
+    global _in_graph
+    before, _in_graph = _in_graph, WeakTensorKeyDictionary()
+    try:
+        yield
+    finally:
+        _in_graph = before
+
+
+def _stream_of_graph(t: Tensor) -> int | None:
+    """The current stream where a graph is recorded from it."""
+    if not t.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch.cuda.current_stream(t.device).cuda_stream)
 
 
 def remembered(tensors: Sequence[Tensor | None], key: Hashable, build: Callable[[], T]) -> T:
     """``build()``, or its result of an earlier call with the same tensors, unwritten since, and an equal ``key``.
 
-    ``build`` must not hold on to the tensors. Always built anew for inference tensors, whose writes nobody counts, and while a CUDA graph
-    is captured, because the graph's inputs will change under it.
+    ``build`` must not hold on to the tensors. Always built anew for inference tensors, whose writes nobody counts. While a CUDA graph is
+    captured, whose inputs will change under it, only what was built in the same graph counts (see `recording`).
     """
     given = [t for t in tensors if t is not None]
     anchor = given[0]
-    if any(t.is_inference() for t in given) or (anchor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    stream = _stream_of_graph(anchor)
+    kept = _kept if stream is None else _in_graph
+    if kept is None or any(t.is_inference() for t in given):
         return build()
-    stamp = (key, tuple(t._version for t in given))
-    results = _kept.get(anchor)
+    stamp = (key, stream, tuple(t._version for t in given))
+    results = kept.get(anchor)
     if results is None:
-        results = _kept[anchor] = {}
+        results = kept[anchor] = {}
     hit = results.get(stamp)
     if hit is not None and len(hit[0]) == len(given) - 1 and all(r() is t for r, t in zip(hit[0], given[1:])):
         return hit[1]

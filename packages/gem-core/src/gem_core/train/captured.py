@@ -30,6 +30,7 @@ from gem_core.jagged import Jagged
 from gem_core.model.base import RankingModel
 from gem_core.model.embedding import Embedded
 from gem_core.model.tables import LocalTables
+from gem_core.ops.remember import recording
 from gem_core.train.build import Parts
 from gem_core.train.runtime import Runtime
 
@@ -334,7 +335,7 @@ def recorded(compute: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph,
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         # other threads read data and pin memory meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with recording(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = compute()
     except RuntimeError as error:
         _leave_recording(stream, pool)

@@ -14,8 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from gem_precision.kernels.block_gemm import STAGES
+from gem_precision.kernels.block_gemm_hopper import block_gemm_kernel
 from gem_precision.kernels.quantize import TILES, _meta
 from gem_precision.kernels.quantize_hopper import quantize_both_kernel, quantize_rows_kernel
 from gem_precision.kernels.quantize_kernels import norm_quantize_kernel, quantize_kernel
@@ -35,7 +38,7 @@ def built(
     maxnreg: int | None = None,
 ) -> dict[str, Any]:
     signature = types | dict.fromkeys(constexprs, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t != "fp32"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t != "fp32" and not t.startswith("tensordesc")}
     options = {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": maxnreg} if maxnreg else {})
     target = GPUTarget("cuda", arch, 32)
     ptx = triton.compile(source(kernel, signature, constexprs, attributes), target=target, options=options).asm["ptx"]
@@ -48,6 +51,7 @@ def built(
         "mma": sorted(set(re.findall(r"(?:wgmma\.mma\S*|tcgen05\.mma\S*|mma\.sync\S*)", ptx))),
         "converts": sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", ptx))),
         "spills": max((int(n) for n in re.findall(r"(\d+) bytes spill stores", log)), default=0),
+        "serialised": sorted(set(re.findall(r"C75\d\d", log))),
         "wide_loads": len(re.findall(r"ld\.global\.v[24]", ptx)),
     }
 
@@ -85,6 +89,14 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool) -> d
     return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
 
 
+def block_gemm() -> dict[str, Any]:
+    layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
+    box = f"tensordesc<fp8e4nv[128, 128],{layout!r}>"
+    types = {"a": box, "b": box, "a_scales": "*fp32", "b_scales": "*fp32", "out": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "tasks", "tiles_m", "tiles_n", "blocks", "per_part"), "i32")
+    return built(block_gemm_kernel, 90, types, {"STAGES": STAGES, "num_warps": 4}, 4, source=GluonASTSource, maxnreg=168)
+
+
 def main(arch: int) -> None:
     scales = {"row_scales": "*fp32", "col_scales": "*fp32"}
     gemm = GEMM_TILES["block_scaled" if arch >= 100 else "decoded"]
@@ -98,6 +110,8 @@ def main(arch: int) -> None:
             gemm["num_stages"],
         )
     }
+    if arch == 90:
+        found["block_gemm"] = block_gemm()
     for name, operand, tile, rows, cols, stochastic in (
         ("mx_rows", Operand(), "mx", True, False, False),
         ("mx_both", Operand(), "mx_both", True, True, False),

@@ -27,15 +27,18 @@ def compiled(arch: int) -> dict[str, Any]:
 
 def test_scaled_gemm_is_block_scaled_on_blackwell_and_wgmma_on_hopper():
     assert any("tcgen05.mma" in i and "mxf8f6f4.block_scale" in i for i in compiled(100)["scaled_gemm"]["mma"])
-    hopper = compiled(90)["scaled_gemm"]["mma"]
-    assert hopper
-    assert all(i.startswith("wgmma.mma_async") for i in hopper)
+    for name in ("scaled_gemm", "block_gemm"):
+        hopper = compiled(90)[name]["mma"]
+        assert hopper
+        assert all(i.startswith("wgmma.mma_async") for i in hopper)
+    assert compiled(90)["block_gemm"]["mma"] == ["wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"]
+    assert compiled(90)["block_gemm"]["serialised"] == []
 
 
 @pytest.mark.parametrize("arch", [90, 100])
 def test_quantise_kernels_convert_in_hardware_and_do_not_spill(arch):
     for name, result in compiled(arch).items():
         assert result["spills"] == 0, (name, result)
-        if name != "scaled_gemm":
+        if not name.endswith("_gemm"):
             assert result["wide_loads"] > 0, (name, result)
             assert bool(result["converts"]) != ("stochastic" in name), (name, result)

@@ -5,13 +5,14 @@ The cut is the same code with and without graphs; here it runs without.
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 
 import pytest
 
 from gem_core.errors import ConfigError
 from gem_core.plugins import manager
-from gem_core.testing.strategies import StrategyConformance, run_processes, train_rank
+from gem_core.testing.strategies import StrategyConformance, run_processes, run_training, train_rank
 from gem_core.train import step as train_step
 from gem_core.train.mesh import Mesh
 from gem_parallel.dense.ddp import check_mesh
@@ -55,6 +56,27 @@ def test_cut_steps_train_as_one_process_does(world, tmp_path):
         for key, value in alone["state"].items():
             off = float((ranks[0][name]["state"][key] - value).abs().max())
             assert off <= 1e-5 * (1 + float(value.abs().max())), (name, key, off)
+
+
+def test_a_captured_run_evaluates_saves_and_resumes(tmp_path, monkeypatch):
+    """The whole trainer: losses are those of steps as usual, and after a stop the run goes on as if there had been none."""
+    monkeypatch.setattr(train_step, "check_capture", lambda *_: None)
+    rows = {"rows": 320, "eval_rows": 40, "test_rows": 40, "users": 30, "length": {"law": "lognormal", "mean": 4.0, "max": 20}}
+
+    def losses(name, *, capture, **task):
+        train = {"steps": 12, "log_every": 1, "tensorboard": False, "checkpoint_every": 6, "capture": capture}
+        config = {
+            "run": {"device": "cpu", "seed": 1}, "data": {"batch_size": 16, "synthetic": rows}, "eval": {"every": 4}, "train": train,
+            "model": {"name": "gem", "layers": 1, "dim": 8, "embedding_dim": 8}, "parallel": {"sparse": "gem-2d"},
+        }  # fmt: skip
+        result = run_training(0, 1, {"config": config, "run_dir": str(tmp_path / name), **task})
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return result["status"], [r["loss"] for r in map(json.loads, lines)]
+
+    usual, straight = losses("usual", capture=False), losses("straight", capture=True)
+    assert straight[1] == pytest.approx(usual[1], rel=1e-5)
+    assert losses("broken", capture=True, stop_at=7) == ("interrupted", straight[1][:7])
+    assert losses("broken", capture=True, resume=True) == ("finished", straight[1])
 
 
 def test_ddp_leaves_averaging_to_captured_steps():

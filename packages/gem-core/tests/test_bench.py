@@ -11,9 +11,11 @@ import torch
 from gem_core.bench import ladder, local, overheads, step
 from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
-from gem_core.config import config_from_dict
+from gem_core.config import config_from_dict, resolve
 from gem_core.errors import ConfigError, PluginError, RunError
 from gem_core.hookspecs import LadderSpec
+from gem_core.train.build import build_parts
+from gem_core.train.runtime import Runtime
 
 
 def config(**data):
@@ -85,6 +87,10 @@ def test_parts_cover_the_models_flops(tmp_path):
     assert all(p["total_ms"] > 0 and p["floor_ms"] > 0 for p in parts.values())
     assert found["floors_s"] * 1e3 == pytest.approx(sum(p["floor_ms"] for p in parts.values()))
     assert parts["optimizer"]["bytes"] == 28 * found["parameters"]["dense"]
+    # of all looked-up rows the features' part reads those of samples alone: 8 tables, 16 samples, 8 columns
+    model = build_parts(resolve(config()), Runtime(torch.device("cpu"))).model
+    read = 8 * 16 * 8 + sum(p.numel() for p in model.features.parameters())
+    assert parts["features"]["bytes"] == 4 * (3 * read + 2 * 16 * model.features.count * 16)
     assert found["local_mfu"] is None
     local.write(found, tmp_path, "tiny")
     assert "| attention | 1 |" in (tmp_path / "local-tiny.md").read_text()

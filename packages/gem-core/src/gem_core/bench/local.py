@@ -261,12 +261,13 @@ def _time_call(call: Call, device: torch.device, repeats: int) -> tuple[float, f
         ]
         gradients = [torch.randn(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 
-        def both() -> None:
+        def both() -> tuple[Tensor | None, ...]:
             made = [t for t in _tensors(call(device)) if t.requires_grad]
-            torch.autograd.grad(made, inputs, gradients, allow_unused=True)
+            return torch.autograd.grad(made, inputs, gradients, allow_unused=True)
 
+        read = [t for t, grad in zip(inputs, both()) if grad is not None]
         forward, total = (_alone(run, side, device, repeats) for run in (lambda: call(device), both))
-    return forward, total, 3.0 * sum(t.nbytes for t in inputs) + 2.0 * sum(g.nbytes for g in gradients)
+    return forward, total, 3.0 * sum(t.nbytes for t in read) + 2.0 * sum(g.nbytes for g in gradients)
 
 
 def _alone(run: Callable[[], Any], side: torch.cuda.Stream | None, device: torch.device, repeats: int) -> float:

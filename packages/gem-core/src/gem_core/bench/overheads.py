@@ -53,6 +53,10 @@ class _Waits(Callback):
     def __init__(self) -> None:
         self.counting, self.seen = False, list[float]()
 
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.seen) if self.seen else None
+
     def on_step(self, run: RunInfo, record: Mapping[str, Any] | None) -> None:
         if self.counting and record is not None and record.get("data_wait") is not None:
             self.seen.append(record["data_wait"])
@@ -109,6 +113,8 @@ class Probe(Trainer):
     def _window(self, run: Callable[[int], Any]) -> float:
         """Seconds a step."""
         self._wait()
+        self.meter.window()  # what a log tells is of this window alone
+        self.meter.mark(None)
         began = time.perf_counter()
         for i in range(self.steps):
             run(i)
@@ -122,7 +128,7 @@ class Probe(Trainer):
 
 def measure(config: Config, folder: Path, *, steps: int = 20, rounds: int = 5, warmup: int = 10) -> dict[str, Any]:
     """``seconds`` a step of each window by kind; ``metrics`` and ``data``: medians over the rounds of what they add, as share of a step;
-    ``data_wait``: the mean of what the trainer's log says.
+    ``data_wait``: the mean of what the trainer's log says, None if there were too few steps for a log.
 
     :raises GemError: what training would raise.
     """
@@ -130,9 +136,7 @@ def measure(config: Config, folder: Path, *, steps: int = 20, rounds: int = 5, w
     with suppress(_Measured):
         probe.run()
     keys = ("device", "versions", "commit", "seed", "parameters", "host")
-    return {**shares(probe.seconds), "seconds": probe.seconds, "data_wait": statistics.fmean(probe.waits.seen)} | {
-        k: probe.header.get(k) for k in keys
-    }
+    return {**shares(probe.seconds), "seconds": probe.seconds, "data_wait": probe.waits.mean} | {k: probe.header.get(k) for k in keys}
 
 
 def shares(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -151,12 +155,13 @@ def table(result: Mapping[str, Any]) -> str:
         low, high = result[f"{key}_range"]
         return f"| {name} | {result[key]:+.2%} | {low:+.2%} to {high:+.2%} |"
 
+    waited = result["data_wait"]
     lines = [
         "| beside a step | of its time, median | rounds |",
         "|---|---|---|",
         row("metrics and logs", "metrics"),
         row("data", "data"),
-        f"| waiting for data, by the trainer's own clock | {result['data_wait']:.2%} | |",
+        f"| waiting for data, by the trainer's own clock | {'' if waited is None else format(waited, '.2%')} | |",
     ]
     return "\n".join(lines) + "\n"
 

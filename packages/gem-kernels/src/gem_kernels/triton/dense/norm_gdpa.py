@@ -16,7 +16,7 @@ from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.dense.norm import supports_width
 from gem_kernels.triton.dense.support import common_support, power_of_two, rows_contiguous
 
-ROW_ELEMENTS = 4096
+ROW_ELEMENTS = 2048
 """What a program of a pass over rows works on."""
 _ABSENT = (None,) * 13
 """The tensors of `gdpa` after k_offsets."""

@@ -12,13 +12,19 @@ With n = H·D, r₂ = out_rstd, g = dout and ô = out − q, the normalised o:
     rows     dl = da + do, dq = r (dl − Σdl / n − l Σ(dl l) / n) + g            reads da, do, q, g     writes dq, in place of da
              (LayerNorm, residual)
 
-Rows past the last offset get zeros.
+Rows past the last offset get zeros. The passes go from the last row to the first: products go the other way, so that what one leaves in the
+L2 cache is what the next begins with.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _first_row(ROWS: tl.constexpr):
+    return (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
 
 
 @triton.jit
@@ -56,7 +62,7 @@ def norm_gdpa_l_kernel(
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """l, mean and rstd of ROWS rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS
+    row = _first_row(ROWS)
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
@@ -74,7 +80,7 @@ def norm_gdpa_out_kernel(
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out of ROWS rows from gdpa's result, which ``out`` holds."""
-    row = tl.program_id(0).to(tl.int64) * ROWS
+    row = _first_row(ROWS)
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
@@ -92,7 +98,7 @@ def norm_gdpa_bwd_do_kernel(
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of o, and l, of ROWS rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS
+    row = _first_row(ROWS)
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
@@ -112,7 +118,7 @@ def norm_gdpa_bwd_dq_kernel(
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS rows from gdpa's gradient, which ``dq`` holds."""
-    row = tl.program_id(0).to(tl.int64) * ROWS
+    row = _first_row(ROWS)
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     r = tl.load(rstd + i, mask=i < rows, other=0.0)

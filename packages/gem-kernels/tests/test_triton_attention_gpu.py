@@ -237,16 +237,17 @@ def test_hopper_folded_scales(longest: int, scale_in: float, scale_out: float) -
 
 @pytest.mark.parametrize("longest", [100, 250])
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_hopper_single_backward_kernel(op: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few keys in one kernel, which no rule chooses yet: samples without keys, without queries, with one and with two key tiles."""
+def test_hopper_few_keys(op: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few keys, backward in one kernel and forward with keys held over several query tiles: samples without keys, without queries, with one
+    and with two key tiles."""
     needs_hopper(128)
     from gem_kernels.triton.hopper import launch
 
     offered = launch.candidates
-    monkeypatch.setattr(launch, "candidates", lambda *a: [c for c in offered(*a) if c.get("FUSED", 1)])
+    monkeypatch.setattr(launch, "candidates", lambda *a: [c for c in offered(*a) if c.get("FUSED", c.get("PARTS", 1) > 1)])
     monkeypatch.setattr(launch, "choose", lambda kernel, facts, info, candidates, run: candidates()[0])
-    q_lengths = torch.cat([torch.tensor([0, 5, 64, 65, 0]), drawn(40, 0, 300)])
-    k_lengths = torch.cat([torch.tensor([5, 0, 64, 99, 0]), drawn(40, 0, longest, seed=1)])
+    q_lengths = torch.cat([torch.tensor([0, 5, 64, 65, 0, 512, 513, 1030]), drawn(40, 0, 300)])
+    k_lengths = torch.cat([torch.tensor([5, 0, 64, 99, 0, 99, 65, 100]), drawn(40, 0, longest, seed=1)])
     qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
     leaves = [
         packed(n, h, 128, torch.bfloat16, s).requires_grad_()
@@ -255,9 +256,9 @@ def test_hopper_single_backward_kernel(op: str, longest: int, monkeypatch: pytes
     do = packed(q_lengths, 4, 128, torch.bfloat16, 4)
     results = []
     for backend in ("triton-split", "hopper-only"):
-        out = public(op, *leaves, qo, ko, backend=backend, max_q_len=300, max_k_len=longest)
-        results.append(torch.autograd.grad(out, leaves, do))
-    for name, mine, other in zip(("dq", "dk", "dv"), results[1], results[0]):
+        out = public(op, *leaves, qo, ko, backend=backend, max_q_len=1030, max_k_len=longest)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    for name, mine, other in zip(("out", "dq", "dk", "dv"), results[1], results[0]):
         error = errors([mine], [other.double()])[0]
         assert error < 4e-3, f"{name}: {error:.2e}"
 

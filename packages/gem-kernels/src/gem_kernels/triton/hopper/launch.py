@@ -80,6 +80,8 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 4}, *found]
+        if p.k_bound <= 256 and p.mask == "full" and p.d <= 128:
+            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": 4}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 4, "PARTS": 4}]
         if p.d > 128:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}]
     elif p.d > 128:
@@ -97,7 +99,7 @@ def fuses(p: Plan) -> bool:
 
 
 def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2, "BUFFERS": 2}]
+    return [{"STAGES": 2}]
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -138,7 +140,7 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     return made
 
 
-def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, length: int, keep: bool = True) -> Tensor:
+def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, length: int, keep: bool = True, rows: int = _ROWS) -> Tensor:
     """``[tiles, 8]`` int32: see `gem_kernels.triton.hopper.common`. ``keep``: with the list, where that was made from both sides' offsets;
     a list that knows nothing of one side may serve calls in which that side differs.
     """
@@ -149,7 +151,7 @@ def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, lengt
         table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=tiles.tiles.device)
         launch(
             tile_table_kernel, (-(-tiles.bound // 256),), tiles.tiles.device,
-            table, tiles.tiles, tiles.count, offsets, others, length, tiles.bound, ROWS=_ROWS, BLOCK=256, num_warps=4,
+            table, tiles.tiles, tiles.count, offsets, others, length, tiles.bound, ROWS=rows, BLOCK=256, num_warps=4,
         )  # fmt: skip
         if keep:
             tiles.table = table
@@ -177,14 +179,14 @@ def _value_scale(p: Plan) -> float:
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
     from gem_kernels.triton.hopper.forward import hopper_fwd_kernel
 
-    p, n = x.plan, config["BLOCK_N"]
-    tiles = x.q_tiles(_ROWS)
-    table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len)
+    p, n, parts = x.plan, config["BLOCK_N"], config.get("PARTS", 1)
+    tiles = x.q_tiles(_ROWS * parts)
+    table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len, rows=_ROWS * parts)
     launch(
         hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table, tiles.count, x.q_offsets, x.act_ids,
         x.batch, x.out_rows, p.left, p.right, p.scale, _value_scale(p),
-        H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], **_constants(x),
+        H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], PARTS=parts, **_constants(x),
     )  # fmt: skip
 
 
@@ -238,7 +240,7 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     p = x.plan
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
+    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
     delta = None
     gain = p.out_scale * p.folded_gain
     if p.softmax:
@@ -254,10 +256,11 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     def run(config: Config) -> None:
         launch(
             hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-            _box(x.q, 64), _box(x.k, _ROWS), _box(x.v, _ROWS), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
+            _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
             dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count,
             x.q_offsets, x.k_offsets, x.act_ids,
-            x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, _value_scale(p), HKV=p.kv_heads, **config, **constants,
+            x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, _value_scale(p), dq.stride(0), dk.stride(0),
+            HKV=p.kv_heads, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.bwd", _both_sides, run)

@@ -117,6 +117,9 @@ def test_calls_of_few_rows_stay_in_bf16_and_are_listed(autocast):
         assert torch.equal(y, reference if norm else plain) == (few == 13)
         assert (described(guard)["0"] == ("bf16", "calls of 12 rows: fewer than 13 do not pay for quantised weights")) == (few == 13)
     assert described(guard)["1"][0] == "fp8-block"
+    compiled = torch.compile(net[0], backend="eager", fullgraph=True, dynamic=True)
+    for rows in (8, 9, 20, 21):
+        assert torch.equal(compiled(x.new_ones(rows, 64)), net[0](x.new_ones(rows, 64)))
 
 
 def test_attention_recipe_sets_the_ops_precision():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -54,11 +53,11 @@ class LowPrecisionLinear(nn.Linear):
         return _linear(x, self.weight, self.bias, self.site, training=self.training)
 
     def _has_few_rows(self, x: Tensor) -> bool:
-        return self.site.min_rows > 0 and math.prod(x.shape[:-1]) < self.site.min_rows
+        return self.site.min_rows > 0 and x.numel() // self.in_features < self.site.min_rows
 
     def _plain(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            self.site.few_rows = math.prod(x.shape[:-1])
+            self.site.few_rows = x.numel() // self.in_features
         if torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))

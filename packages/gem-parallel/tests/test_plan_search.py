@@ -92,6 +92,24 @@ def test_bounds_spare_simulations_and_change_nothing() -> None:
     assert spared < 0.5 * (space.evaluated - spared)
 
 
+@pytest.mark.parametrize(("launch_us", "host_us"), [(200.0, 0.0), (20.0, 500.0)])
+def test_where_the_host_bounds_the_device_decides(launch_us: float, host_us: float) -> None:
+    """Steps that the host makes equally long differ in what the device does; and sharded layers cost it time."""
+    work = workload(tables=TABLES, experts=2, layers=2, flops=1e9)
+    work = replace(work, units=tuple(replace(u, launches=100.0) for u in work.units))
+    place = cluster((4, 300, 1, 1), launch_us=launch_us)
+    place = place.model_copy(update={"collectives": place.collectives.model_copy(update={"host_us": host_us})})
+    space = Space.build(work, place, 4)
+    found, spared = plan(space), space.evaluated
+    brute = everything(space)
+    assert (found.best.seconds, found.best.device_seconds) == min((e.seconds, e.device_seconds) for e in brute)
+    assert found.best.seconds >= 400 * launch_us * 1e-6
+    assert found.best.seconds > found.best.device_seconds
+    assert spared < 0.7 * len(brute)
+    if host_us:
+        assert found.best.dense.spread == 1
+
+
 def test_gathers_by_the_copy_engine_leave_computation_alone() -> None:
     place = cluster((8, 400, 1, 1), memory_gb=8, slowdown=1.3)
     copies = place.model_copy(update={"collectives": place.collectives.model_copy(update={"copy_engine": 1.0})})

@@ -60,6 +60,10 @@ class Trace:
     def step(self) -> Times:
         return _over(self.end)
 
+    def device(self, ops: Sequence[Op]) -> Times:
+        """The step if the host were never waited for."""
+        return _over([end for op, end in zip(ops, self.end) if op.stream != HOST])
+
 
 @dataclass
 class _Flying:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sharding, Sparse, table_classes
+from gem_parallel.plan.candidates import COPY_ENGINE, DENSE_ORDER, SPARSE_ORDER, Dense, Sharding, Sparse, table_classes
 from gem_parallel.plan.program import compute_times
 from gem_parallel.plan.search import Estimate, Space
 
@@ -35,8 +35,11 @@ def _steps(space: Space, dense: Dense, sparse: Sparse) -> Iterator[tuple[str, De
             if source == target or getattr(dense, source) % 2:
                 continue
             other = replace(dense, **{source: getattr(dense, source) // 2, target: getattr(dense, target) * 2})
-            other = other if other in known_dense else replace(other, reshard=True)
-            if other in known_dense:
+            ways = [(reshard, by) for by in (dense.collective, COPY_ENGINE) for reshard in (dense.reshard, True)]
+            variants = (replace(other, reshard=reshard, collective=by) for reshard, by in ways)
+            known = next((one for one in variants if one in known_dense), None)
+            if known is not None:
+                other = known
                 yield f"{target} {getattr(other, target)}, {source} {getattr(other, source)}", other, sparse
     if (other := replace(dense, reshard=not dense.reshard)) in known_dense:
         yield f"layers {'freed after forward' if other.reshard else 'kept gathered'}", other, sparse
@@ -88,7 +91,7 @@ def baselines(space: Space, best: Estimate) -> dict[str, Estimate]:
     one_d = [s for s in space.sparse if s.strategy == "torchrec"] or [
         Sparse("torchrec", space.world, 1, cuts=cuts) for cuts in _uniform(space)
     ]
-    alone = min(one_d, key=lambda s: space.bound(None, s))
+    alone = min(one_d, key=lambda s: space.bound(None, s)[0])
     pairs = {"1D tables": (best.dense, alone), "plain FSDP": (flat, best.sparse), "1D tables, plain FSDP": (flat, alone)}
     return {name: space.estimate(d, s, space.level_of(d, s)) for name, (d, s) in pairs.items()}
 

@@ -6,14 +6,16 @@ import html
 from collections.abc import Iterable
 
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sparse
+from gem_parallel.plan.engine import HOST
 from gem_parallel.plan.explain import cuts_text, efficiency, sparse_text, tiers_text
 from gem_parallel.plan.memory import CATEGORIES
 from gem_parallel.plan.search import Estimate, Space
 
 WIDTH = 1100
-STREAMS = ("compute", "gather", "reduce", "experts", "agree", "tables", "replicas", "inputs")
+STREAMS = ("compute", "gather", "reduce", "experts", "agree", "tables", "replicas", "inputs", HOST)
 COLOURS = {
     "computation": "#4878a8", "table look-up": "#6aa56a", "table update": "#6aa56a", "optimizer": "#8d7bb5", "host": "#999999",
+    "launches": "#bbbbbb",
     "parameter gather": "#d9904f", "gradient reduce-scatter": "#c4694f", "gradient all-reduce": "#a03f3f", "expert exchange": "#c9b23f",
     "synchronisation": "#555555", "embedding all-to-all": "#3f9a8f", "ids all-to-all": "#86c5bd", "table replicas": "#b05fa0",
     "parameters": "#4878a8", "gradients": "#c4694f", "activations": "#d9904f", "gathered copies": "#c9b23f", "embeddings": "#3f9a8f",

@@ -18,7 +18,7 @@ from gem_core.errors import ConfigError
 from gem_parallel.plan.budget import Level, levels
 from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, dense_candidates, sparse_candidates
 from gem_parallel.plan.cluster import Cluster
-from gem_parallel.plan.engine import Op, Trace, run
+from gem_parallel.plan.engine import HOST, Op, Trace, run
 from gem_parallel.plan.memory import Memory, dense_memory, step_memory, table_memory, table_points
 from gem_parallel.plan.program import UnitTimes, compute_times, step, typical
 from gem_parallel.plan.workload import Lengths, Workload
@@ -48,6 +48,11 @@ class Estimate:
     @cached_property
     def seconds(self) -> float:
         return float(self.trace.step)
+
+    @cached_property
+    def device_seconds(self) -> float:
+        """Of a step whose host is never waited for."""
+        return float(self.trace.device(self.ops))
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -187,20 +192,23 @@ class Space:
         memory = self.memory(dense, sparse, level)
         return Estimate(dense, sparse, memory, tuple(ops), run(ops, slowdown=self.cluster.collectives.slowdown), level, at.modules)
 
-    def bound(self, dense: Dense | None, sparse: Sparse | None, level: int = 0) -> float:
-        """Seconds of a step in which only one side communicates."""
+    def bound(self, dense: Dense | None, sparse: Sparse | None, level: int = 0) -> tuple[float, float]:
+        """Seconds of a step in which only one side communicates: of the device, and of the host."""
         at = self.levels[level]
-        return float(run(step(at.workload, self.cluster, at.times, dense, sparse), slowdown=self.cluster.collectives.slowdown).step)
+        ops = step(at.workload, self.cluster, at.times, dense, sparse)
+        trace = run(ops, slowdown=self.cluster.collectives.slowdown)
+        return float(trace.device(ops)), sum(float(op.seconds) for op in ops if op.stream == HOST)
 
     def bounds(self, first: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds that no pair can be faster than, ``[dense, sparse]``, at the level of recomputation that it needs (``first``).
-        Infinite where a pair does not fit."""
-        found = np.full(first.shape, np.inf)
+        """Seconds that no pair can be faster than, ``[2, dense, sparse]``, at the level of recomputation that it needs (``first``): of the
+        step, and of its device alone. Infinite where a pair does not fit."""
+        found = np.full((2, *first.shape), np.inf)
         for level in np.unique(first[first >= 0]):
             here, alone = first == level, _computed(self.levels[level].times)
-            ours = np.array([self.bound(d, None, level) if used else 0.0 for d, used in zip(self.dense, here.any(1))])
-            theirs = np.array([self.bound(None, s, level) if used else 0.0 for s, used in zip(self.sparse, here.any(0))])
-            found = np.where(here, alone + MARGIN * (np.maximum(ours[:, None], theirs) - alone), found)
+            ours = np.array([self.bound(d, None, level) if used else (0.0, 0.0) for d, used in zip(self.dense, here.any(1))])
+            theirs = np.array([self.bound(None, s, level) if used else (0.0, 0.0) for s, used in zip(self.sparse, here.any(0))])
+            device = alone + MARGIN * (np.maximum(ours[:, None, 0], theirs[:, 0]) - alone)
+            found = np.where(here, [np.maximum(device, np.maximum(ours[:, None, 1], theirs[:, 1])), device], found)
         return found
 
 
@@ -208,11 +216,16 @@ def _computed(times: Sequence[UnitTimes]) -> float:
     return float(sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in times))
 
 
-def rank_key(estimate: Estimate) -> tuple[float, int, int]:
-    """Faster first; among equals what can run, then what needs fewer axes and collectives."""
+def rank_key(estimate: Estimate) -> tuple[float, float, int, int]:
+    """Faster first; where the host bounds both what the device does in less time; among equals what can run, then what needs fewer axes and
+    collectives."""
     dense, sparse = estimate.dense, estimate.sparse
     plain = sum(d > 1 for d in (*dense.degrees().values(), *sparse.degrees().values())) + (not dense.reshard)
-    return float(f"{estimate.seconds:.5g}"), not (dense.runnable and sparse.runnable), plain
+    return *_rounded(estimate.seconds, estimate.device_seconds), not (dense.runnable and sparse.runnable), plain
+
+
+def _rounded(seconds: float, device: float) -> tuple[float, float]:
+    return float(f"{seconds:.5g}"), float(f"{device:.5g}")
 
 
 @dataclass(frozen=True)
@@ -236,18 +249,18 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
     if (first < 0).all():
         raise _too_large(space)
     bounds = space.bounds(first)
-    order = np.argsort(bounds, axis=None, kind="stable")
+    order = np.lexsort((bounds[1].ravel(), bounds[0].ravel()))
     best: Estimate | None = None
     runnable: Estimate | None = None
     for at in order[: int((first >= 0).sum())]:
         i, j = divmod(int(at), len(space.sparse))
-        d, s, lower = space.dense[i], space.sparse[j], bounds[i, j]
+        d, s, lower = space.dense[i], space.sparse[j], _rounded(*bounds[:, i, j])
         runs = d.runnable and s.runnable
         if not exhaustive:
             good = runnable if runs else best
-            if runnable and best and lower > max(best.seconds, runnable.seconds):
+            if runnable and best and lower > max(rank_key(best)[:2], rank_key(runnable)[:2]):
                 break
-            if good and lower > good.seconds:
+            if good and lower > rank_key(good)[:2]:
                 continue
         found = space.estimate(d, s, int(first[i, j]))
         if best is None or rank_key(found) < rank_key(best):
@@ -257,7 +270,7 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
     assert best is not None
     if runnable is None:
         raise ConfigError("no arrangement that the mesh can lay out fits", where="--world", fix="start more processes, or a smaller batch")
-    if rank_key(runnable)[0] <= rank_key(best)[0]:
+    if rank_key(runnable)[:2] <= rank_key(best)[:2]:
         best = runnable
     return Plan(space, best, runnable)
 

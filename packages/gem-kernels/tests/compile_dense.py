@@ -21,7 +21,9 @@ from gem_core.ops import dispatch
 from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
 from gem_kernels.triton.common.launch import Compiled, compile_only
+from gem_kernels.triton.hopper import linear_norm as hopper_linear_norm
 from gem_kernels.triton.hopper import mlp as hopper_mlp
+from gem_kernels.triton.hopper import norm_linear as hopper_norm_linear
 
 BF16 = torch.bfloat16
 SPECS = {spec.op: spec for family in (block, dense, jagged) for spec in family.specs()}
@@ -74,6 +76,8 @@ def main(arch: str, *labels: str) -> None:
     if arch == "sm_90" and not labels:
         for d, norm in ((64, "rms"), (128, "layer"), (256, None)):
             _compile_hopper_mlp(d, norm)
+        for kind, affine in (("rms", False), ("layer", True)):
+            _compile_hopper_rows(kind, affine)
 
 
 def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
@@ -92,6 +96,20 @@ def _compile_hopper_mlp(d: int, norm: str | None) -> None:
         (y, _total), saved = hopper_mlp.forward(problem, *(t.detach() for t in named.values()), None)
         hopper_mlp.backward(problem, saved, (torch.ones_like(y), None), (True,) * 5)
     _tell(f"hopper mlp d{d}", done)
+
+
+def _compile_hopper_rows(kind: str, affine: bool) -> None:
+    """norm_linear and linear_norm, which hold whole rows of 512 columns."""
+    named, norm = {"x": _t(256, 512), "w": _t(512, 512)}, {"norm_weight": _t(512), "norm_bias": _t(512)} if affine else {}
+    tensors = (named["x"], named["w"], None, norm.get("norm_weight"), norm.get("norm_bias"))
+    with compile_only("sm_90") as done:
+        problem = problem_of("linear_norm", **_leaves(named), **norm, kind=kind)
+        hopper_linear_norm.forward(problem, *tensors)
+        if kind == "rms":
+            problem = problem_of("norm_linear", **_leaves(named), kind=kind)
+            (y, _total), saved = hopper_norm_linear.forward(problem, *tensors, None)
+            hopper_norm_linear.backward(problem, saved, (torch.ones_like(y), None), (True, True, False, False, False))
+    _tell(f"hopper rows {kind}", done)
 
 
 def _tell(label: str, done: list[Compiled]) -> None:

@@ -18,21 +18,19 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from gem_core.hookspecs import KernelSpec
 from gem_core.ops.contracts import contracts
 from gem_kernels.bench._dense_rows import ROWS, Case, Named, Row
 from gem_kernels.bench.report import environment, say, write
 from gem_kernels.bench.settings import Settings, compile_ahead
 from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
-from gem_kernels.triton import block, dense, specs
+from gem_kernels.triton import specs
 from gem_kernels.triton.common import tune
 from gem_kernels.triton.common.launch import compile_only
 
 COLUMNS = [
     "row", "pass", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_copy", "error", "of_torch", "peak_mib", "speedup", "target",
 ]  # fmt: skip
-OURS = ("triton", "hopper")
-SPECS: dict[str, KernelSpec] = {s.op: s for s in (*block.specs(), *dense.specs())}
+OURS = ("triton", "hopper", "hopper-shared")
 WORSE_THAN_TORCH = 1.5
 """An error over this many times that of eager PyTorch in the same dtype is not timed."""
 

@@ -1,10 +1,12 @@
 """The hidden layer of `mlp` once more, for its backward pass on Hopper: act(z) and dz from x and dy.
 
-A program keeps BLOCK_H rows of w1 and columns of w2 in shared memory and walks over blocks of 128 rows, whose x and dy a producer streams
-in chunks of 64 columns. Two warpgroups own 64 rows each; the products of one run while the other applies the activation:
+A program keeps BLOCK_H rows of w1 and columns of w2 in shared memory and walks over blocks of 128 rows. Two warpgroups own 64 rows each,
+whose x and dy a producer streams in chunks of 64 columns; the products of one run while the other applies the activation:
 
     x chunks ─► z = x w1ᵀ      ┐
     dy chunks ─► da = dy w2     ├─► hidden = act(z), dhidden = da · act'(z), by TMA; column sums of dhidden stay in registers to the end
+
+OWN: each warpgroup has a producer and a ring of its own, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -20,45 +22,52 @@ from gem_kernels.triton.hopper.common import make_barriers
 @gluon.jit
 def _producer(
     x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
-    KX: gl.constexpr, KD: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
+    WHO: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     h = gl.program_id(0) % slices * BLOCK_H
-    mbarrier.expect(w_full.index(0), 128 * BLOCK_H * (KX + KD))
-    for c in gl.static_range(KX):
-        tma.async_copy_global_to_shared(w1, [h, c * 64], w_full.index(0), w1_slots.index(c))
-    for c in gl.static_range(KD):
-        tma.async_copy_global_to_shared(w2, [c * 64, h], w_full.index(0), w2_slots.index(c))
+    if WHO == 0:
+        mbarrier.expect(w_full.index(0), 2 * 64 * BLOCK_H * (KX + KD))
+        for c in gl.static_range(KX):
+            tma.async_copy_global_to_shared(w1, [h, c * 64], w_full.index(0), w1_slots.index(c))
+        for c in gl.static_range(KD):
+            tma.async_copy_global_to_shared(w2, [c * 64, h], w_full.index(0), w2_slots.index(c))
     step = 0
-    for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
-        for part in range(KX):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 2 * 128 * 64)
-            tma.async_copy_global_to_shared(x, [tile * 128, part * 64], full.index(stage), slots.index(stage))
-            step += 1
-        for part in range(KD):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 2 * 128 * 64)
-            tma.async_copy_global_to_shared(dy, [tile * 128, part * 64], full.index(stage), slots.index(stage))
-            step += 1
+    base: gl.constexpr = WHO * STAGES if OWN else 0
+    if OWN or WHO == 0:
+        for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
+            for part in range(KX + KD):
+                stage = step % STAGES
+                mbarrier.wait(empty.index(base + stage), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(full.index(base + stage), 2 * 64 * 64 * (1 if OWN else 2))
+                for who in gl.static_range(2):
+                    if who == WHO or not OWN:
+                        m = tile * 128 + who * 64
+                        slot = slots.index(who * STAGES + stage)
+                        if part < KX:
+                            tma.async_copy_global_to_shared(x, [m, part * 64], full.index(base + stage), slot)
+                        else:
+                            tma.async_copy_global_to_shared(dy, [m, (part - KX) * 64], full.index(base + stage), slot)
+                step += 1
 
 
 @gluon.jit
 def _consumer(
     hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer, w_full, full, empty,
     rows, gain,
-    WHO: gl.constexpr, HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    WHO: gl.constexpr, HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_H, 16])
     across: gl.constexpr = gl.SliceLayout(0, layout)
     down: gl.constexpr = gl.SliceLayout(1, layout)
-    columns: gl.constexpr = gl.BlockedLayout([64, BLOCK_H // 128], [1, 32], [1, 4], [1, 0])
+    # 8 rows and 8 columns a thread, whose sums over the rows stay in the thread
+    columns: gl.constexpr = gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0])
+    grouped: gl.constexpr = gl.BlockedLayout([1, 8, 8], [2, 1, 16], [4, 1, 1], [2, 1, 0])
     dtype: gl.constexpr = slots.dtype
+    base: gl.constexpr = WHO * STAGES if OWN else 0
     h = gl.program_id(0) % slices * BLOCK_H
     j = h + gl.arange(0, BLOCK_H, layout=across)
-    sums = gl.full([BLOCK_H], 0.0, gl.float32, gl.SliceLayout(0, columns))
+    sums = gl.full([8, BLOCK_H], 0.0, gl.float32, gl.SliceLayout(1, grouped))
     mbarrier.wait(w_full.index(0), 0)
     step = 0
     for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
@@ -66,25 +75,25 @@ def _consumer(
         z = gl.full([64, BLOCK_H], 0.0, gl.float32, layout)
         for c in range(KX):
             stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            z = warpgroup_mma(slots.index(stage).slice(WHO * 64, 64), w1_slots.index(c).permute((1, 0)), z, use_acc=c > 0, is_async=True)
+            mbarrier.wait(full.index(base + stage), step // STAGES & 1)
+            z = warpgroup_mma(slots.index(WHO * STAGES + stage), w1_slots.index(c).permute((1, 0)), z, use_acc=c > 0, is_async=True)
             z = warpgroup_mma_wait(1, deps=(z,))
             if c > 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+                mbarrier.arrive(empty.index(base + (step + STAGES - 1) % STAGES), count=1)
             step += 1
         z = warpgroup_mma_wait(0, deps=(z,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(empty.index(base + (step + STAGES - 1) % STAGES), count=1)
         da = gl.full([64, BLOCK_H], 0.0, gl.float32, layout)
         for c in range(KD):
             stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            da = warpgroup_mma(slots.index(stage).slice(WHO * 64, 64), w2_slots.index(c), da, use_acc=c > 0, is_async=True)
+            mbarrier.wait(full.index(base + stage), step // STAGES & 1)
+            da = warpgroup_mma(slots.index(WHO * STAGES + stage), w2_slots.index(c), da, use_acc=c > 0, is_async=True)
             da = warpgroup_mma_wait(1, deps=(da,))
             if c > 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+                mbarrier.arrive(empty.index(base + (step + STAGES - 1) % STAGES), count=1)
             step += 1
         da = warpgroup_mma_wait(0, deps=(da,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(empty.index(base + (step + STAGES - 1) % STAGES), count=1)
         i = m + gl.arange(0, 64, layout=down)
         if LAYER:
             z = z - gl.load(mean + i, i < rows, 0.0)[:, None] * gl.load(column_sum + j)[None, :]
@@ -108,31 +117,36 @@ def _consumer(
         fence_async_shared()
         tma.async_copy_shared_to_global(dhidden, [m, h], second)
         if db1 is not None:
-            sums += gl.sum(second.load(columns).to(gl.float32), 0)
+            tile_sums = gl.sum(second.load(columns).reshape([8, 8, BLOCK_H]).to(gl.float32), 1)
+            sums += gl.convert_layout(tile_sums, gl.SliceLayout(1, grouped), assert_trivial=True)
     if db1 is not None:
-        column = h + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, columns))
-        gl.store(db1 + (gl.program_id(0) // slices * 2 + WHO) * HIDDEN + column, sums)
+        group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(1, grouped)))
+        column = h + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, gl.SliceLayout(1, grouped)))
+        first = (gl.program_id(0) // slices * 2 + WHO) * 8
+        gl.store(db1 + (first + group)[:, None] * HIDDEN + column[None, :], sums)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["rows", "slices"])
 def hopper_mlp_bwd_kernel(
     x, dy, w1, w2, hidden, dhidden, b1, column_sum, mean, rstd, db1, rows, slices, gain,
-    HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr, num_warps: gl.constexpr,
+    HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """hidden, dhidden [rows, HIDDEN]; db1 [2 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns."""
+    """hidden, dhidden [rows, HIDDEN]; db1 [16 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns."""
     row_tiles = (rows + 127) // 128
     dtype: gl.constexpr = x.dtype
-    chunk: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], dtype)
+    chunk: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     up: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, 64], dtype)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype)
     w1_slots = gl.allocate_shared_memory(dtype, [KX, BLOCK_H, 64], up)
-    w2_slots = gl.allocate_shared_memory(dtype, [KD, 64, BLOCK_H], wide)
-    slots = gl.allocate_shared_memory(dtype, [STAGES, 128, 64], chunk)
+    w2_slots = gl.allocate_shared_memory(dtype, [KD, 64, BLOCK_H], gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype))
+    slots = gl.allocate_shared_memory(dtype, [2 * STAGES, 64, 64], chunk)
     out_buffer = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 64, BLOCK_H], wide)
     w_full = make_barriers(1, 1)
-    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    full = make_barriers(2 * STAGES if OWN else STAGES, 1)
+    empty = make_barriers(2 * STAGES if OWN else STAGES, 1 if OWN else 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -140,18 +154,31 @@ def hopper_mlp_bwd_kernel(
                 _consumer,
                 (
                     hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
-                    w_full, full, empty, rows, gain, 0, HIDDEN, KX, KD, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
+                    w_full, full, empty, rows, gain, 0, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
                 ),
             ),
             (
                 _consumer,
                 (
                     hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
-                    w_full, full, empty, rows, gain, 1, HIDDEN, KX, KD, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
+                    w_full, full, empty, rows, gain, 1, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
                 ),
             ),
-            (_producer, (x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty, KX, KD, BLOCK_H, STAGES)),
+            (
+                _producer,
+                (
+                    x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
+                    0, KX, KD, OWN, BLOCK_H, STAGES,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
+                    1, KX, KD, OWN, BLOCK_H, STAGES,
+                ),
+            ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip

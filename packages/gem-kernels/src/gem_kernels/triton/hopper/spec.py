@@ -113,6 +113,41 @@ def _norm_linear_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[
     return run(problem, saved, dout, needs)
 
 
+def _norm_linear_shared_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.hopper.norm_linear import backward as run
+
+    return run(problem, saved, dout, needs)
+
+
+def linear_norm_supports(problem: Problem) -> Supported:
+    """Half precision, result rows of up to 512 columns, which a program holds whole."""
+    answer = _on_hopper(problem)
+    if not answer:
+        return answer
+    from gem_kernels.triton.dense import linear_norm
+
+    answer = linear_norm.supports(problem)
+    if not answer:
+        return answer
+    if problem.dtype("x") == torch.float32:
+        return no("multiplies bf16 or fp16")
+    if problem.dim("K") % 8 or problem.dim("N") % 8 or problem.dim("N") > 512:
+        return no(f"K and N in steps of 8, N up to 512; they are {problem.dim('K')} and {problem.dim('N')}")
+    return _dialect()
+
+
+def _linear_norm_forward(problem: Problem, *tensors: Tensor | None) -> Any:
+    from gem_kernels.triton.hopper.linear_norm import forward as run
+
+    return run(problem, *tensors)
+
+
+def _linear_norm_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.dense.linear_norm import backward as run
+
+    return run(problem, saved, dout, needs)
+
+
 def mlp_supports(problem: Problem) -> Supported:
     """Half precision; widths of 64, 128, 192 or 256, a hidden layer in steps of 128."""
     answer = _on_hopper(problem)
@@ -172,6 +207,9 @@ def specs() -> list[KernelSpec]:
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
+    shared = _norm_linear_forward, _norm_linear_shared_backward
+    found.append(KernelSpec("norm_linear", "hopper-shared", *shared, norm_linear_supports, _FORCED))
+    found.append(KernelSpec("linear_norm", "hopper", _linear_norm_forward, _linear_norm_backward, linear_norm_supports, _MEASURED))
     found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))
     found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, _MEASURED))
     return found

@@ -36,6 +36,7 @@ from gem_core.bench.step import measure
 from gem_core.config import load_config, resolve
 from gem_core.model.loss import batch_total
 from gem_core.ops import use_policy
+from gem_core.plugins import manager
 from gem_core.train.build import build_parts, build_source
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
@@ -76,6 +77,8 @@ class Run:
         self.cuda = torch.cuda.is_available()
         self.found: dict[str, list[dict[str, Any]]] = {part: [] for part in args.parts}
         self.references: dict[str, list[float]] = {}
+        offered = {spec.name for spec in manager().offers("recipe")}
+        self.recipes = [(recipe, steps) for recipe, steps in EQUAL if recipe in offered]
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
@@ -100,7 +103,7 @@ class Run:
         """Rank 0 times one GPU; the last one trains the references."""
         with _without_launcher():
             if self.rank == self.world - 1 and "equal" in self.args.parts:
-                for recipe, steps in EQUAL:
+                for recipe, steps in self.recipes:
                     self.references[recipe] = losses(self.equal_config(), self.equal_settings(recipe), min(steps, self.args.steps_equal))
                     self.say(f"reference {recipe}: {len(self.references[recipe])} steps, last loss {self.references[recipe][-1]:.6f}")
             if self.rank == 0 and self.args.after is not None:
@@ -135,7 +138,7 @@ class Run:
         return [f"precision.recipe={recipe}", "train.optimizer.lr=0.0001", *self.args.overrides, *single]
 
     def equal(self) -> None:
-        for recipe, steps in EQUAL:
+        for recipe, steps in self.recipes:
             for row in arrangements(self.world, "bf16" if recipe == "bf16" else "fp32", self.cuda):
                 one_d = row.name == "1D: DDP"
                 count = min(steps if one_d else 20, self.args.steps_equal)

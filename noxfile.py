@@ -112,7 +112,7 @@ def tests(session: nox.Session) -> None:
         return
     failed = [name for name in PACKAGES if not _passes_alone(session, name)]
     try:
-        session.run("pytest", "-n", "2", "tests", env=QUIET_THREADS)
+        session.run("pytest", "-n", "2", "--dist", "loadgroup", "tests", env=QUIET_THREADS)
     except CommandFailed:
         failed.append("tests/")
     if failed:

@@ -17,7 +17,7 @@ import pytest
 
 from gem_core.cli.plugin import write
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wrong plug-ins")]  # one process: what they have in common takes long
 
 # what is wrong -> kind, {text: text in its place}, the rule, words of the message
 FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {

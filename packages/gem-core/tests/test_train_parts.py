@@ -7,6 +7,7 @@ import itertools
 import math
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ from gem_core.train.contract import RecipeContext, RunInfo
 from gem_core.train.evaluate import Best, evaluate
 from gem_core.train.feed import Feed
 from gem_core.train.logs import Progress, result_lines
-from gem_core.train.measure import Meter, Peak, peak
+from gem_core.train.measure import Meter, Peak, peak, peak_resident
 from gem_core.train.mesh import Mesh
 from gem_core.train.runfolder import clean
 from gem_core.train.runtime import Runtime, choose_device
@@ -72,6 +73,19 @@ def test_a_device_that_is_not_there_is_an_error_not_a_fall_back():
 
 
 # Measurement
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak of a process there")
+def test_the_peak_of_memory_is_of_this_process_and_not_of_the_one_that_started_it():
+    held = bytearray(400 << 20)
+    held[::4096] = b"1" * len(held[::4096])
+    code = (
+        "from gem_core.train.measure import peak_resident; before = peak_resident(); x = b'1' * (100 << 20); print(before, peak_resident())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before < peak_resident() - (50 << 20)
+    assert after - before > 90 << 20
 
 
 @pytest.mark.parametrize(

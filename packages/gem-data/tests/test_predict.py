@@ -179,10 +179,11 @@ def test_what_is_wrong_is_named(trained, tmp_path):
 def test_memory_is_flat(trained, tmp_path):
     """Peak resident memory of predicting one file and of predicting twelve."""
     script = (
-        "import sys, resource; from pathlib import Path; from gem_core.train.predict import predictor; from gem_data import predict\n"
+        "import sys; from pathlib import Path; from gem_core.train.measure import peak_resident\n"
+        "from gem_core.train.predict import predictor; from gem_data import predict\n"
         "predict.BATCH = 2048\n"
         "with predictor(sys.argv[1]) as model: predict.write_predictions(model, sys.argv[3:], Path(sys.argv[2]))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "print(peak_resident())"
     )
     table = pq.read_table(trained / "eval.parquet")
     pq.write_table(table, tmp_path / "0.parquet", row_group_size=1000)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import torch
 from gem_core.config.features import Dense, EventField, Features, Label, Sequence, Sparse
 from gem_core.errors import RunError
 from gem_core.sources.laws import LognormalLaw, histogram
+from gem_core.train.measure import peak_resident
 from gem_data.parquet import ParquetSource
 
 SPARSE, DENSE, EVENTS = 12, 8, 5
@@ -236,13 +236,12 @@ def _child(*arguments: Any) -> str:
 
 def _peak(path: Path) -> dict[str, int]:
     """Peak memory of reading shuffled batches, above what the process held after it had read a small file: libraries, threads, buffers."""
-    unit = 1 if sys.platform == "darwin" else 1024
     for _ in ParquetSource(path.with_name("small.parquet"), features(), batch_size=BATCH, shuffle=True, window=ROW_GROUP):
         pass
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    start = peak_resident()
     for _ in ParquetSource(path, features(), batch_size=BATCH, shuffle=True, window=ROW_GROUP):
         pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_resident()
     file = pq.ParquetFile(path)
     largest = max(file.read_row_group(i, columns=COLUMNS).nbytes for i in range(file.num_row_groups))
     return {"start_bytes": start, "peak_bytes": peak, "row_group_bytes": largest}

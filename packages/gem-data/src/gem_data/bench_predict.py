@@ -74,7 +74,7 @@ def _run(folder: Path, rows: int, mean: float, repeats: int, threads: int, seed:
         "seconds": seconds,
         "rows_per_s": rows / min(seconds),
         "largest_difference_from_evaluation": difference,
-        "peak_memory_mb": {copies: peak / 1e3 for copies, peak in peaks.items()},
+        "peak_memory_mb": {copies: peak / 1e6 for copies, peak in peaks.items()},
         "seed": seed,
         "command": "gemrec bench predict " + " ".join(sys.argv[3:]),
         "cpu": _cpu(),
@@ -136,18 +136,18 @@ def _difference(model: Predictor, folder: Path, want: np.ndarray) -> float:
 
 
 def _peak(run: Path, data: Path, out: Path, copies: int, threads: int) -> int:
-    """Peak resident kilobytes of a process that predicts ``copies`` copies of the file."""
+    """Peak resident bytes of a process that predicts ``copies`` copies of the file."""
     paths = []
     for i in range(copies):
         paths.append(data.with_name(f"copy-{i}.parquet"))
         if not paths[-1].exists():
             os.link(data, paths[-1])
     script = (
-        "import sys, json, resource, torch; from pathlib import Path; from gem_core.train.predict import predictor\n"
+        "import sys, json, torch; from pathlib import Path; from gem_core.train.predict import predictor\n"
         "from gem_data.predict import write_predictions; run, out, threads, paths = json.loads(sys.argv[1])\n"
         "torch.set_num_threads(threads)\n"
         "with predictor(run) as model: write_predictions(model, paths, Path(out))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "from gem_core.train.measure import peak_resident; print(peak_resident())"
     )
     given = json.dumps([str(run), str(out), threads, [str(p) for p in paths]])
     done = subprocess.run([sys.executable, "-c", script, given], capture_output=True, text=True, check=True)

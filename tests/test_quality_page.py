@@ -29,7 +29,7 @@ def test_every_stored_result_is_on_the_page(script):
         for run in json.loads(path.read_text())["runs"]:
             if path.stem != "retrieval-tune":
                 assert f"`{run['command']}`" in text
-    for name in ("popneg", "ctr", "planted"):
+    for name in ("popneg", "popneg-lengths", "ctr", "planted"):
         for values in (row["auc"] for row in json.loads((FOLDER / f"{name}.json").read_text())["test"].values()):
             assert f"{sum(values) / len(values):.4f}" in text
 

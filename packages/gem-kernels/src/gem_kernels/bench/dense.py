@@ -30,7 +30,7 @@ from gem_kernels.triton.common.launch import compile_only
 COLUMNS = [
     "row", "pass", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_copy", "error", "of_torch", "peak_mib", "speedup", "target",
 ]  # fmt: skip
-OURS = ("triton", "hopper", "hopper-shared")
+OURS = ("triton", "hopper")
 WORSE_THAN_TORCH = 1.5
 """An error over this many times that of eager PyTorch in the same dtype is not timed."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from gem_kernels.triton.dense.support import (
 )
 
 Saved = tuple[Tensor | None, ...]
-InputGrad = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, bool, Tensor | None], Tensor]
-"""Another implementation of `_input_grad`."""
 
 
 def supports(problem: Problem) -> Supported:
@@ -106,9 +103,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
     return (y, total), (x if total is None else total, w, b, norm_weight, norm_bias, mean, rstd)
 
 
-def backward(
-    problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...], input_grad: InputGrad | None = None
-) -> Saved:
+def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Saved:
     """Two matrix products, which are best left to the vendor's library, and between them one pass for the norm's gradient.
 
     Workspace: the gradient of x̂, and x̂, each as large as x.
@@ -123,7 +118,7 @@ def backward(
     dx = dw = dnorm_weight = dnorm_bias = None
     xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[1] or needs[3] else None
     if needs[0]:
-        dx = (input_grad or _input_grad)(x, fold(w, norm_weight), dy, dtotal, mean, rstd, layer, xhat)
+        dx = plain.norm_grads(x, None, dy @ fold(w, norm_weight), dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
     elif xhat is not None:
         xhat = plain.forward(problem, x, None, None, None)[0][0]
     db = column_sum(dy) if needs[2] or (norm_bias is not None and (needs[1] or needs[4])) else None
@@ -137,13 +132,6 @@ def backward(
     if needs[4] and norm_bias is not None:
         dnorm_bias = db @ w.float()
     return cast(needs, inputs, (dx, dw, db, dnorm_weight, dnorm_bias))
-
-
-def _input_grad(
-    x: Tensor, w: Tensor, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None, rstd: Tensor, layer: bool, xhat: Tensor | None
-) -> Tensor:
-    """dx of y = x̂ wᵀ, and x̂ into ``xhat`` where it is given."""
-    return plain.norm_grads(x, None, dy @ w, dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
 
 
 def fold(w: Tensor, norm_weight: Tensor | None) -> Tensor:

@@ -10,7 +10,9 @@ from gem_kernels.triton.common.device import device_info
 from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.dense import linear_norm as portable
 from gem_kernels.triton.dense.support import rows_contiguous
-from gem_kernels.triton.hopper.norm_linear import BLOCK_K, STAGES, addressable, box, row_tiles
+from gem_kernels.triton.hopper.norm_linear import addressable, box, row_tiles
+
+BLOCK_K, STAGES = 32, 6
 
 WIDEST = 512
 """A program holds whole rows of the result."""

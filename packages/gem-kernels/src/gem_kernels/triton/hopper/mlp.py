@@ -77,15 +77,16 @@ def _hidden(
     hidden, dhidden = (torch.empty((rows, size), dtype=x.dtype, device=x.device) for _ in range(2))
     slices = size // BLOCK_H
     walks = max(1, min(device_info(x.device).sms // slices, -(-rows // 128)))
-    sums = torch.empty((16 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
+    sums = torch.empty((2 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
     stages, buffers = plan(width, out)
-    own = max(width, out) > 128
+    own = max(width, out) > 128  # the ring is short there
+    ring_rows = 64 if own else 128
     if rows:
         given, grad, up, down = (addressable(t) for t in (x, dy, w1.contiguous(), w2.contiguous()))
         act = IDS[problem.option("activation")]
         launch(
             hopper_mlp_bwd_kernel, (walks * slices,), x.device,
-            box(given, 64, 64), box(grad, 64, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
+            box(given, ring_rows, 64), box(grad, ring_rows, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
             box(hidden, 64, BLOCK_H), box(dhidden, 64, BLOCK_H), b1, up.float().sum(1) if layer else None, mean, rstd,
             sums if want_db1 else None, rows, slices, gain(act),
             HIDDEN=size, KX=width // 64, KD=out // 64, OWN=own, BLOCK_H=BLOCK_H, STAGES=stages, BUFFERS=buffers, ACT=act,

@@ -33,21 +33,28 @@ def _producer(
             tma.async_copy_global_to_shared(w2, [c * 64, h], w_full.index(0), w2_slots.index(c))
     step = 0
     base: gl.constexpr = WHO * STAGES if OWN else 0
+    ROWS: gl.constexpr = 64 if OWN else 128
     if OWN or WHO == 0:
         for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
             for part in range(KX + KD):
                 stage = step % STAGES
                 mbarrier.wait(empty.index(base + stage), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(full.index(base + stage), 2 * 64 * 64 * (1 if OWN else 2))
-                for who in gl.static_range(2):
-                    if who == WHO or not OWN:
-                        m = tile * 128 + who * 64
-                        slot = slots.index(who * STAGES + stage)
-                        if part < KX:
-                            tma.async_copy_global_to_shared(x, [m, part * 64], full.index(base + stage), slot)
-                        else:
-                            tma.async_copy_global_to_shared(dy, [m, (part - KX) * 64], full.index(base + stage), slot)
+                mbarrier.expect(full.index(base + stage), 2 * ROWS * 64)
+                m = tile * 128 + WHO * 64
+                if part < KX:
+                    tma.async_copy_global_to_shared(x, [m, part * 64], full.index(base + stage), slots.index(base + stage))
+                else:
+                    tma.async_copy_global_to_shared(dy, [m, (part - KX) * 64], full.index(base + stage), slots.index(base + stage))
                 step += 1
+
+
+@gluon.jit
+def _own_rows(slots, slot, WHO: gl.constexpr, OWN: gl.constexpr):
+    """This warpgroup's 64 rows of a slot."""
+    if OWN:
+        return slots.index(slot)
+    else:
+        return slots.index(slot).slice(WHO * 64, 64)
 
 
 @gluon.jit
@@ -60,14 +67,12 @@ def _consumer(
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_H, 16])
     across: gl.constexpr = gl.SliceLayout(0, layout)
     down: gl.constexpr = gl.SliceLayout(1, layout)
-    # 8 rows and 8 columns a thread, whose sums over the rows stay in the thread
-    columns: gl.constexpr = gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0])
-    grouped: gl.constexpr = gl.BlockedLayout([1, 8, 8], [2, 1, 16], [4, 1, 1], [2, 1, 0])
+    columns: gl.constexpr = gl.BlockedLayout([64, BLOCK_H // 128], [1, 32], [1, 4], [1, 0])
     dtype: gl.constexpr = slots.dtype
     base: gl.constexpr = WHO * STAGES if OWN else 0
     h = gl.program_id(0) % slices * BLOCK_H
     j = h + gl.arange(0, BLOCK_H, layout=across)
-    sums = gl.full([8, BLOCK_H], 0.0, gl.float32, gl.SliceLayout(1, grouped))
+    sums = gl.full([BLOCK_H], 0.0, gl.float32, gl.SliceLayout(0, columns))
     mbarrier.wait(w_full.index(0), 0)
     step = 0
     for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
@@ -76,7 +81,7 @@ def _consumer(
         for c in range(KX):
             stage = step % STAGES
             mbarrier.wait(full.index(base + stage), step // STAGES & 1)
-            z = warpgroup_mma(slots.index(WHO * STAGES + stage), w1_slots.index(c).permute((1, 0)), z, use_acc=c > 0, is_async=True)
+            z = warpgroup_mma(_own_rows(slots, base + stage, WHO, OWN), w1_slots.index(c).permute((1, 0)), z, use_acc=c > 0, is_async=True)
             z = warpgroup_mma_wait(1, deps=(z,))
             if c > 0:
                 mbarrier.arrive(empty.index(base + (step + STAGES - 1) % STAGES), count=1)
@@ -87,7 +92,7 @@ def _consumer(
         for c in range(KD):
             stage = step % STAGES
             mbarrier.wait(full.index(base + stage), step // STAGES & 1)
-            da = warpgroup_mma(slots.index(WHO * STAGES + stage), w2_slots.index(c), da, use_acc=c > 0, is_async=True)
+            da = warpgroup_mma(_own_rows(slots, base + stage, WHO, OWN), w2_slots.index(c), da, use_acc=c > 0, is_async=True)
             da = warpgroup_mma_wait(1, deps=(da,))
             if c > 0:
                 mbarrier.arrive(empty.index(base + (step + STAGES - 1) % STAGES), count=1)
@@ -117,13 +122,10 @@ def _consumer(
         fence_async_shared()
         tma.async_copy_shared_to_global(dhidden, [m, h], second)
         if db1 is not None:
-            tile_sums = gl.sum(second.load(columns).reshape([8, 8, BLOCK_H]).to(gl.float32), 1)
-            sums += gl.convert_layout(tile_sums, gl.SliceLayout(1, grouped), assert_trivial=True)
+            sums += gl.sum(second.load(columns).to(gl.float32), 0)
     if db1 is not None:
-        group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(1, grouped)))
-        column = h + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, gl.SliceLayout(1, grouped)))
-        first = (gl.program_id(0) // slices * 2 + WHO) * 8
-        gl.store(db1 + (first + group)[:, None] * HIDDEN + column[None, :], sums)
+        column = h + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, columns))
+        gl.store(db1 + (gl.program_id(0) // slices * 2 + WHO) * HIDDEN + column, sums)
     tma.store_wait(0)
 
 
@@ -134,19 +136,19 @@ def hopper_mlp_bwd_kernel(
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """hidden, dhidden [rows, HIDDEN]; db1 [16 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns."""
+    """hidden, dhidden [rows, HIDDEN]; db1 [2 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns."""
     row_tiles = (rows + 127) // 128
     dtype: gl.constexpr = x.dtype
-    chunk: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    RINGS: gl.constexpr = 2 if OWN else 1
+    chunk: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128 // RINGS, 64], dtype)
     up: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, 64], dtype)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype)
     w1_slots = gl.allocate_shared_memory(dtype, [KX, BLOCK_H, 64], up)
     w2_slots = gl.allocate_shared_memory(dtype, [KD, 64, BLOCK_H], gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype))
-    slots = gl.allocate_shared_memory(dtype, [2 * STAGES, 64, 64], chunk)
+    slots = gl.allocate_shared_memory(dtype, [RINGS * STAGES, 128 // RINGS, 64], chunk)
     out_buffer = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 64, BLOCK_H], wide)
     w_full = make_barriers(1, 1)
-    full = make_barriers(2 * STAGES if OWN else STAGES, 1)
-    empty = make_barriers(2 * STAGES if OWN else STAGES, 1 if OWN else 2)
+    full, empty = make_barriers(RINGS * STAGES, 1), make_barriers(RINGS * STAGES, 2 // RINGS)
     fence_async_shared()
     gl.warp_specialize(
         [

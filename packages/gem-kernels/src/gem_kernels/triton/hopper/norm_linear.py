@@ -1,4 +1,4 @@
-"""Launching the Hopper kernels of `norm_linear`; the product for dw is the vendor's, as in the portable implementation."""
+"""Launching the Hopper kernel of `norm_linear`; the backward pass is the portable one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from torch import Tensor
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.common.device import device_info
 from gem_kernels.triton.common.launch import launch
-from gem_kernels.triton.dense import norm_linear as portable
+from gem_kernels.triton.dense.norm_linear import fold
 from gem_kernels.triton.dense.support import power_of_two, rows_contiguous
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
-WIDEST_GRADIENT = 512
-"""Columns of x and dy: a program of the backward kernel keeps 128 columns of w, and four share a row."""
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-            residual: Tensor | None) -> tuple[Any, portable.Saved]:  # fmt: skip
+            residual: Tensor | None) -> tuple[Any, tuple[Tensor | None, ...]]:  # fmt: skip
     """See `gem_core.ops.norm_linear`: x is read once and not written in normalised form."""
     from gem_kernels.triton.hopper.norm_linear_fwd import hopper_norm_linear_fwd_kernel
 
@@ -32,7 +30,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
         moved = w.float() @ norm_bias.float()
         shift = moved if shift is None else shift + moved
     if rows:
-        given, folded = addressable(rows_contiguous(x)), addressable(portable.fold(w, norm_weight))
+        given, folded = addressable(rows_contiguous(x)), addressable(fold(w, norm_weight))
         tiles = -(-rows // 128) * -(-n // BLOCK_N)
         launch(
             hopper_norm_linear_fwd_kernel, (min(device_info(x.device).sms, tiles),), x.device,
@@ -41,33 +39,6 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
         )  # fmt: skip
     mean = torch.empty(0, dtype=torch.float32, device=x.device)
     return (y, None), (x, w, b, norm_weight, norm_bias, mean, rstd)
-
-
-def backward(problem: Problem, saved: portable.Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> portable.Saved:
-    """See `gem_kernels.triton.dense.norm_linear.backward`. Workspace up to 512 columns of x and dy: x̂."""
-    fused = max(problem.dim("K"), problem.dim("N")) <= WIDEST_GRADIENT
-    return portable.backward(problem, saved, dout, needs, _input_grad if fused else None)
-
-
-def _input_grad(
-    x: Tensor, w: Tensor, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None, rstd: Tensor, layer: bool, xhat: Tensor | None
-) -> Tensor:
-    """dx, and x̂ into ``xhat``; RMSNorm without a residual, which is what this implementation offers."""
-    from gem_kernels.triton.hopper.norm_linear_bwd import hopper_norm_linear_bwd_kernel
-
-    rows, k = x.shape
-    dx = torch.empty((rows, k), dtype=x.dtype, device=x.device)
-    if rows:
-        given, grad, weight = addressable(x), addressable(dy), addressable(w)
-        tiles, slices = -(-rows // 128), -(-k // 128)
-        shares = torch.full((slices, tiles * 128), -1, dtype=torch.int32, device=x.device)
-        launch(
-            hopper_norm_linear_bwd_kernel, (min(device_info(x.device).sms // slices, tiles) * slices,), x.device,
-            box(grad, 64, 64), box(weight, 64, 128), box(given, 64, 128), box(dx, 64, 128), None if xhat is None else box(xhat, 64, 128),
-            rstd, shares, rows, slices, tiles * 128,
-            K=k, CHUNKS=-(-w.shape[0] // 64), SLICES=slices, STAGES=4, num_warps=4, maxnreg=168,
-        )  # fmt: skip
-    return dx
 
 
 def row_tiles(columns: int) -> tuple[int, int]:

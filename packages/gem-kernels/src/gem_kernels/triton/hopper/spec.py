@@ -113,12 +113,6 @@ def _norm_linear_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[
     return run(problem, saved, dout, needs)
 
 
-def _norm_linear_shared_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.hopper.norm_linear import backward as run
-
-    return run(problem, saved, dout, needs)
-
-
 def linear_norm_supports(problem: Problem) -> Supported:
     """Half precision, result rows of up to 512 columns, which a program holds whole."""
     answer = _on_hopper(problem)
@@ -207,8 +201,6 @@ def specs() -> list[KernelSpec]:
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
-    shared = _norm_linear_forward, _norm_linear_shared_backward
-    found.append(KernelSpec("norm_linear", "hopper-shared", *shared, norm_linear_supports, _FORCED))
     found.append(KernelSpec("linear_norm", "hopper", _linear_norm_forward, _linear_norm_backward, linear_norm_supports, _MEASURED))
     found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))
     found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, _MEASURED))

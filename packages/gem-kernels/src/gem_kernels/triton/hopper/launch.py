@@ -1,7 +1,7 @@
 """From tensors to launches of the Hopper kernels, pass by pass.
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
-tile), STAGES (slots of the streamed side), HELD (slots of the held side).
+tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once).
 """
 
 from __future__ import annotations

@@ -86,7 +86,10 @@ class Probe(Trainer):
         for _ in range(2):  # every shape twice: a captured step is recorded at its second batch
             for batches, following in kept:
                 self._bare(batches, following)
-        for turn in range(self.rounds):
+        turn = tries = 0
+        while turn < self.rounds:
+            tries += 1
+            known, heard = self.step.news, len(self.waits.seen)
             for i in range(LEAD):
                 fed(i)
             kept.clear()
@@ -99,6 +102,12 @@ class Probe(Trainer):
             ]
             for name, run in others[:: 1 if turn % 2 else -1]:
                 self.seconds[name].append(self._window(run))
+            if self.step.news > known and tries < 4 * self.rounds:  # a captured step met a kind of batch that it had to record
+                for windows in self.seconds.values():
+                    windows.pop()
+                del self.waits.seen[heard:]
+            else:
+                turn += 1
         raise _Measured("measured")
 
     def _bare(self, batches: Sequence[Fed], following: Fed | None) -> None:

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs a GPU or TRITON_INTERPRET=1"),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
-SHAPES = [(64, 128), (33, 70), (1, 32), (130, 5), (96, 257), (256, 128)]
+SHAPES = [(64, 128), (33, 70), (1, 32), (130, 5), (36, 1), (96, 257), (256, 128)]
 
 
 def numbers(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

@@ -87,7 +87,8 @@ def _hidden(
         launch(
             hopper_mlp_bwd_kernel, (walks * slices,), x.device,
             box(given, ring_rows, 64), box(grad, ring_rows, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
-            box(hidden, 64, BLOCK_H), box(dhidden, 64, BLOCK_H), b1, up.float().sum(1) if layer else None, mean, rstd,
+            *(t if t.is_contiguous() else None for t in (given, grad)), box(hidden, 64, BLOCK_H), box(dhidden, 64, BLOCK_H),
+            b1, up.float().sum(1) if layer else None, mean, rstd,
             sums if want_db1 else None, rows, slices, gain(act),
             HIDDEN=size, KX=width // 64, KD=out // 64, OWN=own, BLOCK_H=BLOCK_H, STAGES=stages, BUFFERS=buffers, ACT=act,
             FAST=fast(True, x.dtype), NORM=problem.option("norm") is not None, LAYER=layer, num_warps=4, maxnreg=168,

@@ -17,11 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.common import make_barriers
+from gem_kernels.triton.hopper.prefetch import prefetch_rows
 
 
 @gluon.jit
 def _producer(
-    x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
+    x, dy, w1, w2, x_rows, dy_rows, rows, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
     WHO: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     h = gl.program_id(0) % slices * BLOCK_H
@@ -36,6 +37,10 @@ def _producer(
     ROWS: gl.constexpr = 64 if OWN else 128
     if OWN or WHO == 0:
         for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
+            if OWN and h == 0:
+                ahead = tile * 128 + WHO * 64 + gl.num_programs(0) // slices * 128
+                prefetch_rows(x_rows, ahead, rows, 64, KX * 64)
+                prefetch_rows(dy_rows, ahead, rows, 64, KD * 64)
             for part in range(KX + KD):
                 stage = step % STAGES
                 mbarrier.wait(empty.index(base + stage), (step // STAGES & 1) ^ 1)
@@ -131,12 +136,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["rows", "slices"])
 def hopper_mlp_bwd_kernel(
-    x, dy, w1, w2, hidden, dhidden, b1, column_sum, mean, rstd, db1, rows, slices, gain,
+    x, dy, w1, w2, x_rows, dy_rows, hidden, dhidden, b1, column_sum, mean, rstd, db1, rows, slices, gain,
     HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """hidden, dhidden [rows, HIDDEN]; db1 [2 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns."""
+    """hidden, dhidden [rows, HIDDEN]; db1 [2 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns. ``x_rows``,
+    ``dy_rows``: plain pointers to x and dy where they are contiguous."""
     row_tiles = (rows + 127) // 128
     dtype: gl.constexpr = x.dtype
     RINGS: gl.constexpr = 2 if OWN else 1
@@ -169,18 +175,18 @@ def hopper_mlp_bwd_kernel(
             (
                 _producer,
                 (
-                    x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
+                    x, dy, w1, w2, x_rows, dy_rows, rows, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
                     0, KX, KD, OWN, BLOCK_H, STAGES,
                 ),
             ),
             (
                 _producer,
                 (
-                    x, dy, w1, w2, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
+                    x, dy, w1, w2, x_rows, dy_rows, rows, row_tiles, slices, w1_slots, w2_slots, slots, w_full, full, empty,
                     1, KX, KD, OWN, BLOCK_H, STAGES,
                 ),
             ),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [232, 32, 32],
     )  # fmt: skip

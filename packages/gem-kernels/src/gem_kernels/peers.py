@@ -172,8 +172,9 @@ def sdpa_backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[boo
     d, o = (x.view(p.samples, -1, *x.shape[1:]).transpose(1, 2) for x in (dout.contiguous(), out))
     state = torch.zeros(2, dtype=torch.uint64, device=dout.device)
     sums = lse.view(lse.shape[0], p.samples, -1).transpose(0, 1).contiguous()
+    # Offsets would say that rows are packed: these are dense
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        d, q, k, v, o, sums, p.q_offsets, p.k_offsets, p.q_longest, p.k_longest, 0.0, p.causal, state, state[:0], scale=p.scale
+        d, q, k, v, o, sums, None, None, p.q_longest, p.k_longest, 0.0, p.causal, state, state[:0], scale=p.scale
     )
     dq, dk, dv = (g.transpose(1, 2).flatten(0, 1) for g in grads)
     return p.dq(dq), dk, dv, None, None, None, None

@@ -48,9 +48,12 @@ def tables() -> str:
 
 
 def shown(path: Path) -> str:
-    """What a benchmark wrote, its plot behind it."""
+    """What a benchmark wrote, its plot behind it; its heading has the file's name as anchor, for links from one result to another."""
     plot = f"\n![{path.stem}](results/{path.stem}.svg)\n" if path.with_suffix(".svg").exists() else ""
-    return re.sub(r"\]\((?=[\w-]+\.(?:json|svg)\))", "](results/", path.read_text()) + plot
+    text = re.sub(r"\]\((?=[\w-]+\.(?:json|svg)\))", "](results/", path.read_text())
+    text = re.sub(r"\]\(([\w-]+)\.md\)", r"](#\1)", text)
+    text = re.sub(r"\[([^\]]+)\]\((?!results/|#|https?:)[^)]+\)", r"\1", text)  # what is not part of the site
+    return re.sub(r"^(# .*)$", rf"\1 {{#{path.stem}}}", text, count=1, flags=re.MULTILINE) + plot
 
 
 def table_of(path: Path) -> str:

@@ -102,13 +102,14 @@ def norm_gdpa_bwd_do_kernel(
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
-    hat = _load(out, H * D, D, row, end, H, D, ROWS, COLUMNS) - x
+    o = _load(out, H * D, D, row, end, H, D, ROWS, COLUMNS)
     g = _load(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
+    normed = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
+    _store(l, normed, row, rows, H, D, ROWS, COLUMNS)
+    hat = o - x
     r2 = tl.load(out_rstd + i, mask=i < rows, other=0.0)
     shared = tl.sum(g * hat, 1) / (H * D)
     _store(do, (g - hat * shared[:, None]) * r2[:, None], row, rows, H, D, ROWS, COLUMNS)
-    normed = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
-    _store(l, normed, row, rows, H, D, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])

@@ -218,6 +218,21 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
         store.load(1)
 
 
+def test_no_bit_of_the_record_can_flip_unseen(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    path = tmp_path / "step-1" / "meta.json"
+    raw = path.read_bytes()
+    unseen = set()
+    for at in range(len(raw)):
+        for bit in (1, 16, 128):
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :])
+            if store.problem(1) is None:
+                unseen.add(at)
+    own = raw.index(b"own_crc32")
+    assert all(own <= at < own + 9 or raw[at : at + 1].isspace() for at in unseen), [raw[at - 9 : at + 9] for at in unseen]
+
+
 def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_no_litter(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     save(store, 1)

@@ -20,8 +20,11 @@ import torch
 
 from gem_core.config import load_config
 from gem_core.errors import CheckpointError, RunError
+from gem_core.export.package import export_run
 from gem_core.train import train
 from gem_core.train.checkpoint import CheckpointStore
+from gem_core.train.export import write_embeddings
+from gem_core.train.offline import evaluate_run
 from gem_core.train.runfolder import RunFolder, read_lines
 from gem_core.train.watchdog import Watchdog
 
@@ -196,6 +199,38 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so_and_touches_none(confi
     with pytest.raises(CheckpointError, match=r"(?s)no usable checkpoint: step 8: .*model.safetensors.*step 4: "):
         train(started(config), run_dir=tmp_path / "run", resume=True, quiet=True)
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")) == ["step-4", "step-8"]
+
+
+def test_what_reads_a_run_passes_over_a_damaged_checkpoint_and_says_so(config, tmp_path, caplog):
+    folder = tmp_path / "run"
+    train(started(config, "train.steps=8"), run_dir=folder, quiet=True)
+    damage(folder / "checkpoints" / "step-8" / "tables.safetensors", "flipped bit")
+    said = "checkpoint of step 8 not usable: the checkpoint is damaged: tables.safetensors has not the content that was written; step 4 is"
+    readers = {
+        "eval": lambda step: evaluate_run(folder, step=step).step,
+        "export": lambda step: export_run(folder, tmp_path / "package", step=step).step,
+        "tables": lambda step: write_embeddings(folder, tmp_path / "tables.safetensors", step=step) and 4,
+    }
+    for name, reader in readers.items():
+        caplog.clear()
+        assert reader(None) == 4, name
+        assert said in caplog.text, name
+        shutil.rmtree(tmp_path / "package", ignore_errors=True)
+        with pytest.raises(CheckpointError, match=r"tables.safetensors has not the content") as caught:
+            reader(8)
+        assert "4, 8" in caught.value.fix
+    train(started(config, "train.steps=1", f"train.warm_start={folder}"), run_dir=tmp_path / "next", quiet=True)
+    assert json.loads((tmp_path / "next" / "run.json").read_text())["warm_start"]["step"] == 4
+
+
+def test_damaged_lines_of_a_log_are_said_and_the_others_kept(tmp_path, caplog):
+    log = RunFolder(tmp_path).metrics
+    lines = [json.dumps({"step": i}) for i in range(1, 6)]
+    log.write_bytes("\n".join([lines[0], lines[1][:4], lines[2], "7", "\0\0", lines[4], '{"ste']).encode() + b"\xff")
+    assert [r["step"] for r in read_lines(log)] == [1, 3, 5]
+    assert [record.args[1] for record in caplog.records] == [2, 4, 5], "not the last one, which a kill cut short"
+    RunFolder(tmp_path).trim(4)
+    assert [r["step"] for r in read_lines(log)] == [1, 3]
 
 
 @contextmanager

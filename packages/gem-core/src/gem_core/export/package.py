@@ -35,6 +35,8 @@ from gem_core.train.checkpoint import Checkpoint, check_fit
 from gem_core.train.offline import run_config
 from gem_core.train.pack import read_json
 from gem_core.train.runfolder import RunFolder, environment
+from gem_core.train.runtime import Runtime
+from gem_core.train.state import opened
 from gem_core.train.tensorfile import write_tensors
 
 FORMAT = 1
@@ -68,14 +70,14 @@ def export_run(
     :raises CheckpointError: no run folder, no usable checkpoint, or ``out`` holds something; ConfigError: a model that cannot be exported;
         RunError: `torch.export` cannot follow it.
     """
+    out = out.absolute()  # "." has no name of its own
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError("the folder is not empty", where=str(out), fix="choose another --out")
     config = run_config(run, overrides)
-    store = RunFolder(run).checkpoints
-    checkpoint = store.latest()[0] if step is None else store.load(step)
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no GPU here", where="--device cuda", fix="export on a machine with one, or with --device cpu")
     where = torch.device(device)
+    checkpoint = opened(RunFolder(run).checkpoints, step, Runtime(where))
     model = _model(config, checkpoint, where)
     features = getattr(model, "inputs", config.features)
     program, inputs = trace(model, features, where)

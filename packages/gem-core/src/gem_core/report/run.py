@@ -141,7 +141,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except ValueError as error:
-        raise CheckpointError("the file is damaged", where=str(path), fix="restore it, or run the training again") from error
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError("the file is damaged", where=str(path), fix="restore it, or remove it: the report then does without")
+    return found

@@ -10,8 +10,10 @@ by all, a file a process (format 2, `gem_core.train.storage`). Either can be loa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -116,7 +118,8 @@ class CheckpointStore:
             for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in enumerate(ranks)}}.items():
                 written |= save_packed(folder / name, state)
             sums = {"files": {n: w.bytes for n, w in written.items()}, "crc32": {n: w.crc32 for n, w in written.items()}}
-            write_json(folder / "meta.json", {**meta, "step": step, "world": len(ranks), **sums})
+            record = {**meta, "step": step, "world": len(ranks), **sums}
+            write_json(folder / "meta.json", {**record, "own_crc32": _own_crc32(record)})
             _sync_directory(folder)
             if final.exists():
                 final.rename(self.directory / f".old-step-{step}")
@@ -166,6 +169,8 @@ class CheckpointStore:
                 where=str(path),
                 fix="use the version of gem-core that wrote it",
             )
+        if not isinstance(meta.get("files"), dict) or not isinstance(meta.get("step"), int):
+            raise CheckpointError("meta.json is damaged: it lacks the step or the files", where=str(path), fix="use an older checkpoint")
         for name, size in meta["files"].items():
             actual = (path / name).stat().st_size if (path / name).is_file() else None
             if actual != size:
@@ -177,6 +182,8 @@ class CheckpointStore:
         """What is wrong with a checkpoint: its files are read and held against their checksums. ``share`` (i, n): every n-th of them."""
         try:
             checkpoint = self.load(step)
+            if checkpoint.meta.get("own_crc32", _own_crc32(checkpoint.meta)) != _own_crc32(checkpoint.meta):
+                return "the checkpoint is damaged: meta.json has not the content that was written"
             for name, crc32 in list(checkpoint.meta.get("crc32", {}).items())[share[0] :: share[1]]:
                 if crc32_of(checkpoint.path / name) != crc32:
                     return f"the checkpoint is damaged: {name} has not the content that was written"
@@ -290,6 +297,12 @@ def check_fit(
             where=str(path),
             fix="use the configuration that it was written with (config.toml of its run folder)",
         )
+
+
+def _own_crc32(meta: Mapping[str, Any]) -> int:
+    """The CRC-32 of the rest of meta.json, in whatever form it was written."""
+    rest = {key: value for key, value in meta.items() if key != "own_crc32"}
+    return zlib.crc32(json.dumps(json.loads(json.dumps(rest)), sort_keys=True).encode())
 
 
 def _shape(state: State) -> tuple[int, ...]:

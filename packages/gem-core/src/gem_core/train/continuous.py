@@ -93,14 +93,14 @@ class Recency:
             last[: stored["last"][name].numel()] = stored["last"][name].to(last.device)
 
 
-def warm_start(parts: Parts, dense: DenseAdamW, config: Config) -> dict[str, Any]:
+def warm_start(parts: Parts, dense: DenseAdamW, config: Config, runtime: Runtime) -> dict[str, Any]:
     """Load the newest checkpoint of the run ``train.warm_start`` into ``parts`` and ``dense``; what of it, for run.json.
 
     :raises CheckpointError: no usable checkpoint, another model, or a table that became smaller; ConfigError: a table whose ids would
         change their meaning by growing.
     """
     before = Path(str(config.train.warm_start))
-    checkpoint, _ = RunFolder(before).checkpoints.latest()
+    checkpoint = state.opened(RunFolder(before).checkpoints, None, runtime)
     tables, stored = parts.table_state(), checkpoint.shapes("tables")
     _check_growth(tables, stored, run_config(before).features, config.features, checkpoint)
     checkpoint.fill("model", parts.dense_state(), "model")

@@ -6,9 +6,13 @@ import json
 import os
 from pathlib import Path
 
+import torch
+
 from gem_core.errors import CheckpointError
 from gem_core.train.offline import run_config
 from gem_core.train.runfolder import RunFolder
+from gem_core.train.runtime import Runtime
+from gem_core.train.state import opened
 from gem_core.train.tensorfile import write_tensors
 
 
@@ -21,7 +25,7 @@ def write_embeddings(run: Path, out: Path, *, step: int | None = None) -> dict[s
     :raises CheckpointError: no run folder, no usable checkpoint, or a model without tables.
     """
     features, store = run_config(run).features, RunFolder(run).checkpoints
-    checkpoint = store.latest()[0] if step is None else store.load(step)
+    checkpoint = opened(store, step, Runtime(torch.device("cpu")))
     stored = checkpoint.tensors("tables")
     tables = {name.removesuffix(".weight"): tensor for name, tensor in stored.items() if name.endswith(".weight")}
     if not tables:

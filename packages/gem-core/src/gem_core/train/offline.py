@@ -21,7 +21,7 @@ from gem_core.train.contract import Results
 from gem_core.train.evaluate import evaluate, metric_builders
 from gem_core.train.runfolder import RunFolder
 from gem_core.train.runtime import Runtime, runtime
-from gem_core.train.state import load_guard, load_parameters
+from gem_core.train.state import load_guard, load_parameters, opened
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def loaded_run(path: str | Path, *, overrides: Iterable[str] = (), step: int | N
     resolved = resolve(run_config(Path(path), overrides))
     config, store = resolved.config, RunFolder(Path(path)).checkpoints
     with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
-        checkpoint = store.latest()[0] if step is None else store.load(step)
+        checkpoint = opened(store, step, rt)
         parts = build_parts(resolved, rt, trains=False)
         load_parameters(parts, checkpoint)
         if config.precision == run_config(Path(path)).precision:

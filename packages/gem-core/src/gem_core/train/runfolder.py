@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -26,6 +27,8 @@ from gem_core.train.checkpoint import CheckpointStore, replace_file
 from gem_core.train.contract import Results, RunInfo
 
 SUMMARY_METRICS = ("ne", "auc", "logloss", "calibration", "gauc", "bayes_ne")
+
+_log = logging.getLogger(__name__)
 
 FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
 """Sections that may change when a run is resumed; the others say what the parameters mean."""
@@ -160,12 +163,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a .jsonl file; a last line that a crash cut short is left out."""
-    for line in path.read_text().splitlines():
+    """Records of a .jsonl file. A last line that a crash cut short is left out; so is any other damaged one, and that is said."""
+    lines = path.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except ValueError:
-            return
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
+        elif number < len(lines):
+            _log.warning("%s: line %d is damaged and left out", path, number)
 
 
 def clean(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -14,6 +15,8 @@ from gem_core.train.build import Parts
 from gem_core.train.checkpoint import Checkpoint, CheckpointStore
 from gem_core.train.optim import DenseAdamW
 from gem_core.train.runtime import Runtime
+
+_log = logging.getLogger(__name__)
 
 
 def newest(store: CheckpointStore, runtime: Runtime) -> tuple[Checkpoint, dict[int, str]]:
@@ -32,6 +35,25 @@ def newest(store: CheckpointStore, runtime: Runtime) -> tuple[Checkpoint, dict[i
             return store.load(step), problems
         problems[step] = wrong
     raise store.unusable(problems)
+
+
+def opened(store: CheckpointStore, step: int | None, runtime: Runtime) -> Checkpoint:
+    """The checkpoint of ``step``, or the newest good one: what is evaluated, exported or started from. Its files are held against their
+    checksums; newer ones that are passed over are said.
+
+    :raises CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    if step is None:
+        checkpoint, damaged = newest(store, runtime)
+        for other, problem in damaged.items():
+            if runtime.main:
+                _log.warning("checkpoint of step %d not usable: %s; step %d is taken", other, problem, checkpoint.step)
+        return checkpoint
+    checkpoint = store.load(step)
+    wrong = next((p for p in runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world))) if p is not None), None)
+    if wrong is not None:
+        raise CheckpointError(wrong, where=str(checkpoint.path), fix=f"use another step; there are: {', '.join(map(str, store.steps()))}")
+    return checkpoint
 
 
 def load_parameters(parts: Parts, checkpoint: Checkpoint) -> None:

@@ -160,7 +160,7 @@ class Trainer:
                 rt.on_main(lambda: self.folder.trim(0))
                 self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
             if train.warm_start is not None:
-                self.warm = warm_start(self.parts, self.step.dense, self.config)
+                self.warm = warm_start(self.parts, self.step.dense, self.config, self.runtime)
                 self._say(f"starting with step {self.warm['step']} of {self.warm['run']}")
         self.header: dict[str, Any] = {
             "name": self.config.run.name,

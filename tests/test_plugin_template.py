@@ -41,6 +41,28 @@ def test_names_that_cannot_be(name: str, tmp_path: Path):
         write(name, "kernel", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("acme-source", "source", r"\[data\] has a key of that name"),
+        ("acme-recipe", "recipe", r"\[precision\] has a key of that name"),
+        ("acme-shard", "strategy", r"\[parallel\] has a key of that name"),
+        ("acme-reference", "kernel", "gem-core offers a kernel called 'norm/reference' already"),
+        ("acme-fp32", "recipe", "gem-core offers a recipe called 'fp32' already"),
+        ("acme-single", "strategy", "gem-core offers a strategy called 'single' already"),
+    ],
+)
+def test_offers_that_could_not_be_chosen(name: str, kind: str, words: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=words) as refused:
+        write(name, kind, tmp_path)
+    assert refused.value.fix == "name it by --offer NAME"
+    assert not (tmp_path / name).exists()
+    write(name, kind, tmp_path, offer="mine")
+    assert '"mine"' in (tmp_path / name / "src" / name.replace("-", "_") / "plugin.py").read_text()
+    with pytest.raises(ConfigError, match="cannot be the name of a"):
+        write("acme-x", kind, tmp_path, offer="Not so")
+
+
 def test_nothing_is_overwritten(tmp_path: Path):
     write("acme-x", "source", tmp_path)
     with pytest.raises(ConfigError, match="there already"):

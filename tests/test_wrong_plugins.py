@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
     "package-loose": ("recipe", {"class Config(FrozenConfig):": "import pydantic\n\n\nclass Config(pydantic.BaseModel, frozen=True):"},
                       "options are strict", "unknown keys are accepted"),
     "package-hook": ("recipe", {"def gem_recipes(": "def gem_recipies("}, "it is active", "unknown hook 'gem_recipies'"),
-    "package-recipe": ("recipe", {}, "no name hides a key", "the recipe recipe: choose another name"),
+    "package-key": ("recipe", {'"key"': '"recipe"'}, "no name hides a key", "the recipe recipe: choose another name"),
     "package-old": ("source", {"gem_api = 1": "gem_api = 0"}, "it is active", "plug-in interface 0"),
 }  # fmt: skip
 

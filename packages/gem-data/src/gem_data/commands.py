@@ -59,6 +59,7 @@ def synth(
     """Write the synthetic ads log as Parquet, with a configuration that trains on it.
 
     Example: gemrec data synth --rows 100000 --out logs && cd logs && gemrec train config.toml
+
     Example: gemrec data synth --rows 120000 --days 1 --partitions 24 --drift 3 --out hours && cd hours && gemrec train config.toml
     """
     from gem_core.errors import ConfigError
@@ -104,7 +105,9 @@ def convert(
     """Convert public data to Parquet with a configuration that trains on it. Converting again gives the same bytes.
 
     Example: gemrec data convert movielens ml-1m --out converted
+
     Example: gemrec data convert criteo kaggle/train.txt.gz --out criteo
+
     Example: gemrec data convert sequences Beauty.txt --attributes Beauty_item2attributes.json --out beauty
     """
     from gem_core.errors import ConfigError
@@ -299,6 +302,7 @@ def vocab(
     """Make the vocabularies (vocabulary = true) and bucket edges (buckets = N) of the features, for features.fitted.
 
     Example: gemrec data vocab my.toml --out fitted.json --least 5
+
     Example: gemrec data vocab today.toml --extend yesterday.json --out today.json
     """
     from gem_core.config import load_config

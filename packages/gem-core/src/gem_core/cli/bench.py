@@ -47,6 +47,7 @@ def bench_train(
     """Measure training steps of a preset on its random log: step time, samples/s, MFU, padding, memory.
 
     Example: gemrec bench train base --set precision.recipe=bf16 --out results
+
     Example: gemrec bench train base --ladder scaling --cluster cluster.toml --set precision.recipe=bf16
     """
     from gem_core.bench.ladder import climb

@@ -35,7 +35,9 @@ def evaluate(
     A sample is warm if training has updated the table rows of all its ids (warm:FEATURE: of that feature's).
 
     Example: gemrec eval runs/mine --split test
+
     Example: gemrec eval runs/mine --data day-08.parquet --set 'eval.metrics=["ne", "auc", "ece"]' --json
+
     Example: gemrec eval runs/mine --by day --by position --by warm:item
     """
     from gem_core.cli.train import task_text

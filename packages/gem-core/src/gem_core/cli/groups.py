@@ -23,9 +23,9 @@ from gem_core.errors import PluginError
 from gem_core.plugins import CORE
 
 GROUPS = {
-    "bench": "Measure kernels, training and communication.",
+    "bench": "Measure training, its parts, kernels, low precision, reading and prediction.",
     "data": "Look at, convert and generate training data.",
-    "kernels": "List, check and tune kernels.",
+    "kernels": "Tune kernels. `gemrec plugins --ops` lists them.",
     "precision": "Look at low-precision formats and recipes.",
     "config": "Show, describe and start configuration files.",
     "plugin": "Start a plug-in package.",

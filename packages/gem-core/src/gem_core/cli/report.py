@@ -29,7 +29,9 @@ def report(runs: Runs, compare: Compare = None, out: Out = None, no_eval: NoEval
     versions, configuration. It needs no network.
 
     Example: gemrec report runs/mine
+
     Example: gemrec report runs/mine --compare runs/before runs/other --out both.html
+
     Example: gemrec report runs/mine --out mine.html --set eval.max_batches=50
     """
     from gem_core.report.page import page

@@ -63,6 +63,19 @@ def test_scores_are_written_anew_only_where_something_changed(log, tmp_path):
     student(log, tmp_path, overwrite=True)
     assert path.stat().st_mtime_ns > first
     assert json.loads(told.read_text())["step"] == 4
+    told.write_text("{")
+    student(log, tmp_path, overwrite=True)
+    assert json.loads(told.read_text())["step"] == 4
+
+
+def test_a_teacher_that_was_trained_again_is_asked_again(log, tmp_path):
+    def scores(*more):
+        train(load_config(log / "config.toml", [*changes(log), *more]), run_dir=tmp_path / "teacher", overwrite=True, quiet=True)
+        options = {"overrides": changes(log), "scores": tmp_path / "scores", "overwrite": True, "quiet": True}
+        distill(tmp_path / "teacher", log / "config.toml", run_dir=tmp_path / "run", **options)
+        return pq.read_table(tmp_path / "scores" / "train-0.parquet")["ctr_teacher"].to_numpy()
+
+    assert not np.allclose(scores(), scores("run.seed=5"))
 
 
 def test_filters_and_columns_of_the_student_hold(log, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from gem_core.config import load_config
 from gem_core.config.load import source_config
 from gem_core.errors import ConfigError
 from gem_core.train.predict import Predictor, predictor
+from gem_core.train.runfolder import RunFolder
 from gem_data.config import FollowConfig, ParquetConfig
 from gem_data.files import DataFile, find_files
 from gem_data.predict import write_predictions
@@ -66,7 +68,9 @@ def distill(
                 where=str(teacher),
                 fix="give the tasks one name in both configurations",
             )
-        about = {"teacher": str(teacher.resolve()), "step": model.step, "tasks": tasks}
+        # A teacher that was trained again in its folder has the same steps.
+        sums = RunFolder(teacher).checkpoints.load(model.step).meta["crc32"]
+        about = {"teacher": str(teacher.resolve()), "step": model.step, "crc32": sums, "tasks": tasks}
         written = [
             _scored(model, find_files([path], options.root), scores / f"train-{i}.parquet", about, quiet)
             for i, path in enumerate(options.paths("train"))
@@ -82,8 +86,10 @@ def _scored(model: Predictor, files: list[DataFile], out: Path, about: dict[str,
     """The rows of ``files``, with every column and the teacher's, in one file."""
     record = {**about, "files": [[file.path, file.size, file.modified] for file in files]}
     told = out.with_suffix(".json")
-    if out.is_file() and told.is_file() and json.loads(told.read_text()) == record:
-        return out
+    if out.is_file() and told.is_file():
+        with suppress(ValueError):
+            if json.loads(told.read_text()) == record:
+                return out
     out.parent.mkdir(parents=True, exist_ok=True)
     told.unlink(missing_ok=True)
     columns = [*files[0].schema.names, *(key for key, _ in files[0].partition if key not in files[0].schema.names)]

@@ -36,6 +36,8 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
                       "deterministic", "results differ between runs"),
     "kernel-mute": ("kernel", {'no("RMSNorm only")': 'no("")'}, "supports something", "a refusal must give its reason"),
     "kernel-alias": ("kernel", {"((wide * rstd[:, None]).to(x.dtype), None)": "(x.copy_(wide * rstd[:, None]), None)"}, "opcheck", ""),
+    "kernel-dtype": ("kernel", {"((wide * rstd[:, None]).to(x.dtype), None)": "(wide * rstd[:, None], None)"},
+                     "matches reference", "result 0 has dtype torch.float32, the tensors torch.bfloat16"),
     "source-overlap": ("source", {"yield self.fetch(places + self.first)": "yield self.fetch(places % 150 + self.first)"},
                        "samples come once an epoch", "a sample came twice in one epoch"),
     "source-shards": ("source", {"self.cursor = Cursor(sizes[split], batch_size, rank, world, drop_last)":
@@ -43,6 +45,8 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
                       "shards are disjoint and of one length", "samples handed out twice"),
     "source-resume": ("source", {"self.cursor.load_state_dict(state)": 'self.cursor.load_state_dict(state | {"steps": []})'},
                       "resuming twice changes nothing", "52 and 50 batches"),
+    "source-length": ("source", {"return self.cursor.steps_per_epoch": "return 3"},
+                      "a length is the batches of an epoch", "the length is 3, 10 batches came"),
     "source-order": ("source", {"Shuffle(self.cursor.total, self.seed, epoch)": "Shuffle(self.cursor.total, self.seed, 0)"},
                      "training is shuffled by seed and epoch", "the second epoch has the order of the first"),
     "source-split": ("source", {"        if split not in sizes:\n": '        split = split if split in sizes else "test"\n        if 0:\n'},
@@ -55,6 +59,8 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
     "recipe-master": ("recipe", {"self.weight, self.bias = linear.weight, linear.bias":
                                  "self.weight, self.bias = nn.Parameter(linear.weight.detach().bfloat16()), linear.bias"},
                       "master weights stay fp32 under their names", "not fp32"),
+    "recipe-writes": ("recipe", {"        y = F.linear(": "        self.weight.data.mul_(1 + 2**-20)\n        y = F.linear("},
+                      "master weights stay fp32 under their names", "changed by a forward and backward pass: up.weight, down.weight"),
     "recipe-guard": ("recipe", {'self.largest = state["largest"]': "pass"},
                      "the guard state can be stored and put back", "tensors of the state came back different"),
     "strategy-sum": ("strategy", {"            parameter.grad /= self.world\n": ""},
@@ -67,6 +73,9 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
                              "embedded)).mean(0))"}, "samples do not see each other", "must not change the others"),
     "model-unused": ("model", {"        self.mlp = ": "        self.spare = Mlp(4, (4,))\n        self.mlp = "},
                      "gradients reach every parameter", "no gradient reaches spare.layers.0.weight"),
+    "model-writes": ("model", {"        return self.mlp(self.flat(batch, embedded)), {}": "        if batch.labels is not None:\n"
+                               "            batch.labels.zero_()\n        return self.mlp(self.flat(batch, embedded)), {}"},
+                     "the batch is left alone", "batch.labels differs"),
     "model-waits": ("model", {"        return self.mlp(self.flat(batch, embedded)), {}":
                               "        x = self.flat(batch, embedded)\n        return self.mlp(x / max(1.0, float(x.abs().max()))), {}"},
                     "forward reads nothing from the device", "stalls a GPU"),

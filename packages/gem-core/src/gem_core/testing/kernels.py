@@ -152,7 +152,7 @@ class KernelConformance(Rules):
         assert all(a.reason for a in answers if not a), "a refusal must give its reason"
 
     def test_matches_reference(self, case: str, dtype: torch.dtype) -> None:
-        """Results and all gradients; slack rows give zeros and get zeros; every element is written."""
+        """Results, in the tensors' dtype, and all gradients; slack rows give zeros and get zeros; every element is written."""
         draw = Draw(dtype, self.device, torch.int32 if len(case) % 2 else torch.int64)
         call = self.supported(cases(self.spec.op)[case], draw)
         with poisoned_empty():
@@ -327,6 +327,7 @@ class KernelConformance(Rules):
 
     def check(self, call: Call, results: list[Tensor], grads: dict[str, Tensor], dtype: torch.dtype) -> None:
         expected, expected_grads = self.reference(call)
+        assert results[0].dtype == dtype, f"result 0 has dtype {results[0].dtype}, the tensors {dtype}"
         scale = float(torch.stack([w.norm() for w in _weights(results)]).norm())
         for i, (got, want) in enumerate(zip(results, expected)):
             compare(got, want, bound(dtype, False), f"result {i}")

@@ -23,6 +23,7 @@ from gem_core.jagged import Jagged, lengths_to_offsets
 from gem_core.model.contract import ModelOutput
 from gem_core.model.loss import task_loss
 from gem_core.testing.rules import Rules
+from gem_core.testing.sources import assert_same_batch
 
 
 def sample_features() -> Features:
@@ -283,7 +284,14 @@ class ModelConformance(Rules):
             output = model(random_batch(self.features(), 5).to("meta"))
         except (RuntimeError, NotImplementedError) as fault:
             raise AssertionError(f"forward needs a tensor's values on the host, which stalls a GPU: {fault}") from fault
-        assert output.logits.shape == (5, len(self.features().labels))
+        assert output.logits.shape == (5, len(self.features().labels)), "logits must be [B, T]"
+
+    def test_the_batch_is_left_alone(self) -> None:
+        """Neither the forward nor the backward pass writes to the batch, which others read after it."""
+        model = self._model(training=True)
+        batch, before = random_batch(self.features(), 6), random_batch(self.features(), 6)
+        task_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]
+        assert_same_batch(batch, before)
 
     def test_overfit_100_users(self) -> None:
         """Training on the same 100 samples drives the loss towards zero."""

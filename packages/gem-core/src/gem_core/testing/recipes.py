@@ -109,14 +109,17 @@ class RecipeConformance(Rules):
         assert not broken, f"a gradient of zeros: not finite: {', '.join(broken)}"
 
     def test_master_weights_stay_fp32_under_their_names(self) -> None:
-        """Parameters keep names and shapes; they and their gradients are fp32."""
+        """Parameters keep names and shapes; they and their gradients are fp32; neither pass writes to them."""
         plain, net, x = self.nets()
         self.applied(net)
+        before = {n: p.detach().clone() for n, p in net.named_parameters()}
         net(x).float().sum().backward()
         names, now = ({n: tuple(p.shape) for n, p in model.named_parameters()} for model in (plain, net))
         assert now == names, f"parameters changed: {sorted(set(now.items()) ^ set(names.items()))}"
         wrong = [n for n, p in net.named_parameters() if p.dtype != torch.float32 or p.grad is None or p.grad.dtype != torch.float32]
         assert not wrong, f"not fp32, or without an fp32 gradient: {', '.join(wrong)}"
+        written = [n for n, p in net.named_parameters() if not torch.equal(p, before[n])]
+        assert not written, f"changed by a forward and backward pass: {', '.join(written)}"
 
     def test_small_updates_are_not_lost(self) -> None:
         """An update of 2^-12 of a weight vanishes in bf16; master weights must keep it."""

@@ -202,6 +202,17 @@ def drop_last_gives_full_batches_only(make: Factory) -> None:
 
 
 @_check
+def a_length_is_the_batches_of_an_epoch(make: Factory) -> None:
+    """A source that has a length has that of its shard's epoch: learning rates and the end of training are planned by it."""
+    for drop_last in (False, True):
+        for rank in range(3):
+            source = _source(make, "train", 7, (rank, 3), drop_last=drop_last)
+            if hasattr(source, "__len__"):
+                length, count = len(source), len(list(source))  # type: ignore[arg-type]
+                assert length == count, f"rank {rank} of 3, drop_last={drop_last}: the length is {length}, {count} batches came"
+
+
+@_check
 def an_abandoned_iterator_does_not_shorten_the_next(make: Factory) -> None:
     """An iterator left on the way ends its epoch: the next one is whole."""
     source = _source(make)

@@ -74,16 +74,23 @@ def test_start_stop_and_lag(folder):
     assert set(hours(ids_of(follow(folder, lag=1)))) == {1, 2}
 
 
-def test_what_is_not_complete_is_waited_for(folder):
+def test_what_is_not_complete_is_waited_for(folder, caplog):
     """A later complete partition does not overtake; the marker makes the earlier one readable."""
     add(folder, 4, marker=False)
     add(folder, 5)
     assert set(hours(ids_of(follow(folder)))) == {1, 2, 3}
+    assert "hour=04 of" in caplog.text
+    assert "has no _SUCCESS: the run ends without it; later partitions that wait for it: hour=05" in caplog.text
+    caplog.clear()
+    assert set(hours(ids_of(follow(folder, start="hour=05")))) == {5}, "what is before the first one is not waited for"
+    assert set(hours(ids_of(follow(folder, stop="hour=03", idle_s=None)))) == {1, 2, 3}
+    assert not caplog.records
     source, got = follow(folder, idle_s=None, stop="hour=05"), []
     reading = threading.Thread(target=lambda: got.extend(ids_of(source)))
     reading.start()
     time.sleep(0.3)
     assert max(hours(got), default=0) <= 3
+    assert caplog.text.count("it is waited for") == 1
     (folder / "hour=04" / "_SUCCESS").touch()
     reading.join(20)
     assert hours(got) == sorted(h for h in (1, 2, 3, 4, 5) for _ in range(ROWS))

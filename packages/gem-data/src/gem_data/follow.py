@@ -60,6 +60,8 @@ class Following:
         self.late = 0
         self._read = 0
         self._known: set[str] | None = None
+        self._blocked: list[str] = []
+        self._told: tuple[str, bool] | None = None
 
     def partition_source(self, name: str) -> Any:
         """The rows of one partition in the order of its files, as an evaluation split."""
@@ -103,7 +105,9 @@ class Following:
                 return after[0]
             if config.stop is not None and (after or (self.watermark is not None and self.watermark >= config.stop)):
                 return None
-            if config.idle_s is not None and time.monotonic() - since >= config.idle_s:
+            ends = config.idle_s is not None and time.monotonic() - since >= config.idle_s
+            self._note_blocked(ends)
+            if ends:
                 return None
             time.sleep(config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s))
 
@@ -120,6 +124,20 @@ class Following:
             which = ", ".join(fresh) or "which of them cannot be told after resuming"
             _log.warning(
                 "%d partition(s) of %s came after %s had been read and are left out: %s", missed, self.folder, self.watermark, which
+            )
+
+    def _note_blocked(self, ends: bool) -> None:
+        """Say which partition lacks its marker, once when it keeps later ones waiting and again when the run ends without it."""
+        names = [n for n in self._blocked if self.config.stop is None or n <= self.config.stop]
+        if names and (ends or len(names) > 1) and self._told != (names[0], ends):
+            self._told = names[0], ends
+            _log.warning(
+                "%s of %s has no %s: %s; later partitions that wait for it: %s",
+                names[0],
+                self.folder,
+                self.config.marker,
+                "the run ends without it" if ends else "it is waited for",
+                ", ".join(names[1:]) or "none",
             )
 
     def _complete(self) -> list[str]:
@@ -139,14 +157,17 @@ class Following:
             if entry.base_name[:1] not in "._"
             and (entry.type == pafs.FileType.Directory or entry.base_name.endswith((".parquet", ".pq", ".parq")))
         ]
-        ready = []
-        for entry in found[: len(found) - self.config.lag]:
-            if self._lacks_marker(filesystem, entry):
+        ready: list[str] = []
+        self._blocked = []
+        old, start = self.watermark, self.config.start
+        for i, entry in enumerate(found[: len(found) - self.config.lag]):
+            name = entry.base_name
+            if not self._lacks_marker(filesystem, entry):
+                ready.append(name)
+            elif (old is None or name > old) and (start is None or name >= start):
                 # Later partitions wait for one that is not complete: the order is that of the names.
-                if self.watermark is None or entry.base_name > self.watermark:
-                    break
-            else:
-                ready.append(entry.base_name)
+                self._blocked = [e.base_name for e in found[i:]]
+                break
         return ready
 
     def _lacks_marker(self, filesystem: pafs.FileSystem, entry: pafs.FileInfo) -> bool:

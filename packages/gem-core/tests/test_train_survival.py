@@ -21,6 +21,7 @@ import torch
 from gem_core.config import load_config
 from gem_core.errors import CheckpointError, RunError
 from gem_core.export.package import export_run
+from gem_core.testing.strategies import run_processes
 from gem_core.train import train
 from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.export import write_embeddings
@@ -363,3 +364,12 @@ def test_a_lone_process_that_stands_still_tells_where_and_goes_on(tmp_path, capf
             watch.note(step, "training step")
             time.sleep(0.1)
     assert "no progress" not in capfd.readouterr().err
+
+
+def _stand_still(rank: int, world: int, argument: None) -> None:
+    time.sleep(120)
+
+
+def test_the_strategy_kit_tells_where_processes_stand_still(tmp_path: Path):
+    with pytest.raises(RuntimeError, match=r"(?s)ranks \[0, 1\] did not end within 8 s.*rank 1 after .*in _stand_still\n"):
+        run_processes(2, _stand_still, None, tmp_path, timeout=8)

@@ -12,6 +12,7 @@ accumulators, and the ranks with each other.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -53,7 +54,7 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     context = mp.get_context("forkserver")  # imports torch once, not once a process
     context.set_forkserver_preload([__name__])
     processes = [
-        context.Process(target=_enter, args=(rank, world, port, backend, worker, argument, str(folder)), daemon=True)
+        context.Process(target=_enter, args=(rank, world, port, backend, worker, argument, str(folder), timeout / 8), daemon=True)
         for rank in range(world)
     ]
     for process in processes:
@@ -69,12 +70,16 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     if faults:
         raise RuntimeError("\n".join(faults))
     if hung:
-        raise RuntimeError(f"ranks {hung} did not end within {timeout:.0f} s")
+        newest = {rank: path.read_text().rpartition("Timeout (")[2] for rank in hung if (path := folder / f"stacks-{rank}.txt").exists()}
+        stacks = [f"rank {rank} after ({stack}" for rank, stack in newest.items()]
+        raise RuntimeError("\n".join([f"ranks {hung} did not end within {timeout:.0f} s; where they were:", *stacks]))
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _enter(rank: int, world: int, port: int, backend: str, worker: Worker, argument: Any, folder: str) -> None:
+def _enter(rank: int, world: int, port: int, backend: str, worker: Worker, argument: Any, folder: str, every: float) -> None:
     torch.set_num_threads(1)
+    stacks = (Path(folder) / f"stacks-{rank}.txt").open("w")  # open to the end: it is written by a thread of C
+    faulthandler.dump_traceback_later(every, repeat=True, file=stacks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         if "cuda" in backend:

@@ -371,5 +371,5 @@ def _stand_still(rank: int, world: int, argument: None) -> None:
 
 
 def test_the_strategy_kit_tells_where_processes_stand_still(tmp_path: Path):
-    with pytest.raises(RuntimeError, match=r"(?s)ranks \[0, 1\] did not end within 8 s.*rank 1 after .*in _stand_still\n"):
+    with pytest.raises(RuntimeError, match=r"(?s)ranks \[0, 1\] did not end within 8 s.*rank 1: .*in _stand_still\n"):
         run_processes(2, _stand_still, None, tmp_path, timeout=8)

@@ -71,7 +71,7 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
         raise RuntimeError("\n".join(faults))
     if hung:
         newest = {rank: path.read_text().rpartition("Timeout (")[2] for rank in hung if (path := folder / f"stacks-{rank}.txt").exists()}
-        stacks = [f"rank {rank} after ({stack}" for rank, stack in newest.items()]
+        stacks = [f"rank {rank}: {stack.partition(chr(10))[2]}" for rank, stack in newest.items()]
         raise RuntimeError("\n".join([f"ranks {hung} did not end within {timeout:.0f} s; where they were:", *stacks]))
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world)]
 

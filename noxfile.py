@@ -238,10 +238,13 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def changed(session: nox.Session) -> None:
-    """Tests of the packages that changed since a commit (argument; origin/main or the commit before) and of those that need them."""
+    """Tests of the packages that changed since a commit (argument; origin/main or the commit before) and of those that need them.
+
+    Further arguments are pytest's.
+    """
     since = session.posargs[0] if session.posargs else _default_base()
     for name in _affected(since):
-        session.notify(f"tests_package(package='{name}')")
+        session.notify(f"tests_package(package='{name}')", posargs=session.posargs[1:])
     session.log(f"changed since {since}: {', '.join(_affected(since)) or 'no package'}")
 
 

@@ -199,6 +199,12 @@ def test_what_training_would_refuse_is_refused(trained: Path, serve):
     for wrong in ({"query": None}, {"score": float("nan")}, {"seen_item": [1]}, {"number": None}):
         with pytest.raises(serve.Refused):
             package.predict([{**row, **wrong}])
+    for name in ("score", "item", "at"):
+        with pytest.raises(serve.Refused, match=r"no number|of a type|no time"):
+            package.predict([{**row, name: "text"}])
+    for ids in ({"way": "id", "rows": 9, "policy": "clip", "default": None}, {"way": "hash", "rows": 9, "salt": 1, "default": None}):
+        with pytest.raises(serve.Refused, match="of a type"):
+            package._id("x", ids, 1.5)
 
 
 def test_a_vocabulary_that_grows_keeps_its_places(trained: Path, tmp_path: Path):

@@ -22,6 +22,7 @@ Row = dict[str, Any]
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 BATCH = 256
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+KINDS = {"edges": (int, float), "hash": (int, str, bytes), "cross": tuple, "vocabulary": (int, str), "id": int}
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -92,7 +93,7 @@ class Package:
             if kind == "dense":
                 made[name] = torch.tensor([[_number(row, n, s) for n, s in f["dense"].items()] for row in rows])
             elif kind == "timestamps":
-                made[name] = torch.tensor([int(row[f["timestamp"]]) for row in rows])
+                made[name] = torch.tensor([self._time(row) for row in rows])
             elif kind == "vectors":
                 spec = f["vectors"][rest]
                 made[name] = torch.tensor([row[spec["column"] or rest] for row in rows], dtype=torch.float32)
@@ -130,7 +131,7 @@ class Package:
                 event["gap.previous"] = 0 if before is None else event[times] - before[times]
             if "sample" in gaps:
                 have, want = UNITS[self.features["timestamp_unit"]], UNITS[spec["time_unit"]]
-                event["gap.sample"] = int(row[self.features["timestamp"]]) * want // have - event[times]
+                event["gap.sample"] = self._time(row) * want // have - event[times]
         return events[-spec["max_length"] :]
 
     def _field(self, i: dict[str, Any], events: list[Row]) -> torch.Tensor:
@@ -172,6 +173,12 @@ class Package:
         total = torch.zeros(len(bags), device=self.device).index_add_(0, owner, weights).unsqueeze(1)
         return pooled / total.where(total != 0, torch.ones_like(total))
 
+    def _time(self, row: Row) -> int:
+        name = self.features["timestamp"]
+        if not isinstance(row.get(name), int):
+            raise Refused(f"{name}: {row.get(name)!r} is no time in whole {self.features['timestamp_unit']}")
+        return int(row[name])
+
     # --- values to rows of tables ---
 
     def _ids(self, path: str, values: list[Any]) -> torch.Tensor:
@@ -185,6 +192,8 @@ class Package:
                 raise Refused(f"{path}: an id is missing, and the feature has no default")
             return int(way["default"])
         kind = way["way"]
+        if not isinstance(value, KINDS[kind]):
+            raise Refused(f"{path}: {value!r} is of a type that training did not read there")
         if kind == "edges":
             return bisect.bisect_right(way["edges"], value)
         if kind == "hash":
@@ -210,6 +219,8 @@ class Package:
 def _number(row: Row, name: str, spec: dict[str, Any]) -> float:
     x = row.get(spec["column"] or name)
     default, policy = spec["default"], spec["policy"]
+    if not isinstance(x, (int, float, type(None))):
+        raise Refused(f"{name}: {x!r} is no number")
     if x is None or math.isnan(x):
         if default is None:
             raise Refused(f"{name}: a value is missing, and the feature has no default")

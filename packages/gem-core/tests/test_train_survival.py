@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 import torch
 
+from gem_core.cli import main
 from gem_core.config import load_config
 from gem_core.errors import CheckpointError, RunError
 from gem_core.export.package import export_run
@@ -284,6 +285,16 @@ def test_a_full_disk_ends_the_run_with_the_previous_checkpoint_and_space_mends_i
         filled.path.unlink()
         train(started(config, *options), run_dir=disk / "run", resume=True, quiet=True)
         assert outcome(disk / "run") == outcome(whole)
+
+
+def test_a_full_disk_ends_an_export_and_a_report_with_what_to_do(config, tmp_path, capsys):
+    train(started(config, "train.steps=4"), run_dir=tmp_path / "run", quiet=True)
+    with full_disk(tmp_path / "disk", 64 * 1024) as disk:
+        (disk / "others").write_bytes(b"x" * 56 * 1024)
+        for command in ("export", "export-embeddings", "report"):
+            assert main([command, str(tmp_path / "run"), "--out", str(disk / "out")]) == 2
+            assert "No space left on device" in capsys.readouterr().err
+        assert [p.name for p in disk.iterdir()] == ["others"]
 
 
 def test_logs_that_cannot_be_written_end_the_run_with_what_to_do(config, tmp_path):

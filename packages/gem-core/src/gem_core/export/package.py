@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -85,7 +86,10 @@ def export_run(
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
-        torch.export.save(program, folder / "model.pt2")
+        # in memory first: on a full disk PyTorch's own writer ends the process
+        written = io.BytesIO()
+        torch.export.save(program, written)
+        (folder / "model.pt2").write_bytes(written.getbuffer())
         own = {t.name for t in model.table_set.tables}
         stored = {n: t for n, t in _weights(checkpoint).items() if n in own}
         files = _write_tables(folder, stored, tables)

@@ -312,11 +312,15 @@ def _shape(state: State) -> tuple[int, ...]:
 def replace_file(path: Path, text: str) -> None:
     """Write so that a reader sees the old content or the new one, never a part."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync_directory(path.parent)
 
 

@@ -186,6 +186,26 @@ FAULTS: dict[str, tuple[Environment, str, str, str, tuple[str, ...]]] = {
         "plug-in acme 1.0 cannot be used: OSError: gone",
         (f"{PY} -m pip install --upgrade acme",),
     ),
+    "a plug-in for a newer core": (
+        replace(CPU, plugins=({"name": "acme", "version": "1.0", "state": "broken", "reason": "it needs plug-in interface 9", "api": 9},)),
+        "error",
+        "acme",
+        "plug-in acme 1.0 cannot be used: it needs plug-in interface 9",
+        (f"{PY} -m pip install --upgrade gem-core",),
+    ),
+    "a plug-in in conflict with the core": (
+        replace(
+            CPU,
+            plugins=(
+                {"name": "gem-core", "version": "1.0", "state": "conflict", "reason": "metric 'ne' is offered by acme too"},
+                {"name": "acme", "version": "1.0", "state": "conflict", "reason": "metric 'ne' is offered by gem-core too"},
+            ),
+        ),
+        "error",
+        "acme",
+        "metric 'ne' is offered by gem-core too",
+        (f"{PY} -m pip uninstall -y acme",),
+    ),
     "plug-ins in conflict": (
         replace(CPU, plugins=({"name": "acme", "version": "1.0", "state": "conflict", "reason": "metric 'ne' is offered by bolt too"},)),
         "error",

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gem_core.doctor_archs import archs_of
 from gem_core.errors import GemError
+from gem_core.hookspecs import SUPPORTED_API
+from gem_core.plugins import CORE
 
 if TYPE_CHECKING:
     from gem_core.doctor_run import Demand
@@ -315,10 +317,9 @@ def _plugins(env: Environment) -> Iterator[Finding]:
     for p in env.plugins:
         title = f"{p['name']} {p['version']}"
         if p["state"] == "broken":
-            yield Finding(
-                "error", p["name"], f"plug-in {title} cannot be used: {p['reason']}", (_pip(env, f"install --upgrade {p['name']}"),)
-            )
-        elif p["state"] == "conflict":
+            behind = CORE if (p.get("api") or 0) > SUPPORTED_API[-1] else p["name"]
+            yield Finding("error", p["name"], f"plug-in {title} cannot be used: {p['reason']}", (_pip(env, f"install --upgrade {behind}"),))
+        elif p["state"] == "conflict" and p["name"] != CORE:  # the other one is told
             yield Finding("error", p["name"], f"plug-in {title}: {p['reason']}", (_pip(env, f"uninstall -y {p['name']}"),))
 
 

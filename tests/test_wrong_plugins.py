@@ -90,6 +90,7 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
                       "options are strict", "unknown keys are accepted"),
     "package-hook": ("recipe", {"def gem_recipes(": "def gem_recipies("}, "it is active", "unknown hook 'gem_recipies'"),
     "package-key": ("recipe", {'"key"': '"recipe"'}, "no name hides a key", "the recipe recipe: choose another name"),
+    "package-op": ("kernel", {'KernelSpec("norm"': 'KernelSpec("norn"'}, "kernels implement ops that exist", "no op called norn"),
     "package-old": ("source", {"gem_api = 1": "gem_api = 0"}, "it is active", "plug-in interface 0"),
 }  # fmt: skip
 

@@ -89,6 +89,15 @@ class PluginConformance(Rules):
             hidden = set(self.status().offers.get(kind, ())) & set(section.model_fields)
             assert not hidden, f"the {kind.replace('_', ' ')} {', '.join(sorted(hidden))}: choose another name"
 
+    def test_kernels_implement_ops_that_exist(self) -> None:
+        """Every kernel names an op of `gem_core.ops`: one of a misspelt op is never asked."""
+        from gem_core.ops import program
+        from gem_core.ops.contracts import contracts
+
+        known = {*contracts(), program.OP}
+        unknown = sorted({spec.op for kind, _, spec in self.specs() if kind == "kernel"} - known)
+        assert not unknown, f"there is no op called {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
+
     @classmethod
     def status(cls) -> PluginStatus:
         found = {s.name: s for s in _manager(cls.distribution).status()}

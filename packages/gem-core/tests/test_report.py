@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gem_core.batch import Batch, SequenceGroup
 from gem_core.cli.app import build
 from gem_core.config import dump_toml, load_config
-from gem_core.errors import CheckpointError
+from gem_core.errors import CheckpointError, ConfigError
 from gem_core.jagged import lengths_to_offsets
 from gem_core.metrics.curve import CalibrationCurve
 from gem_core.report.charts import COLOURS, Line, bars, lines, shares
@@ -184,6 +184,12 @@ def test_unfinished_and_moved_runs_are_told_about(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         gemrec("report", run, "--no-eval", "--out", tmp_path / "file" / "x.html")
+
+
+@pytest.mark.parametrize("wrong", ["eval.max_batches=-1", "eval.maxbatches=3"])
+def test_a_wrong_override_is_an_error_and_no_gap_in_the_page(run, wrong):
+    with pytest.raises(ConfigError, match=r"eval\.max"):
+        read(run, overrides=[wrong])
 
 
 def test_a_million_steps_still_fit(run):

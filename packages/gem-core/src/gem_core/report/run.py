@@ -71,9 +71,10 @@ def read(path: Path, *, inspect: bool = True, overrides: Sequence[str] = (), lab
 
     What that lacks (no checkpoint yet, data that is not on this machine) is told in the report and does not fail it.
 
-    :raises CheckpointError: it is no run folder.
+    :raises CheckpointError: it is no run folder; ConfigError: an override that no configuration takes.
     """
     folder, config = RunFolder(path), run_config(path)
+    run_config(path, overrides)
     found: Inspection | str = "left out: --no-eval was given"
     if inspect:
         try:

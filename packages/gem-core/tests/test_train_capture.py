@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -305,12 +306,23 @@ def test_gradients_of_small_tables_are_dense_where_steps_are_recorded():
     assert model.tables.weight("item").grad.is_sparse
 
 
-def test_too_many_shapes_end_the_run():
+def test_a_shape_too_many_takes_the_place_of_the_one_longest_unused(caplog):
     captured = Captured(Features.model_validate(features(True)), torch.device("cpu"))
-    for size in range(1, MOST + 1):
-        captured.enter(a_batch(size, size, True), [1.0, 1.0, 0.0])
-    with pytest.raises(RunError, match="kinds of shapes"):
-        captured.enter(a_batch(1, MOST + 1, True), [1.0, 1.0, 0.0])
+    rooms = [captured.enter(a_batch(size, size, True), [1.0, 1.0, 0.0]) for size in range(1, MOST + 1)]
+    captured.enter(a_batch(5, 1, True), [1.0, 1.0, 0.0])  # the first room is used again, so the second is the oldest
+    kept = weakref.ref(rooms[1])
+    assert captured.given_up == 0
+    assert not caplog.records
+    new = captured.enter(a_batch(1, MOST + 1, True), [1.0, 1.0, 0.0])
+    del rooms[1]
+    assert new.fixed.batch.size == MOST + 1
+    assert len(captured._recorded) == MOST
+    assert kept() is None
+    assert captured.enter(a_batch(6, 1, True), [1.0, 1.0, 0.0]) is rooms[0]
+    assert captured.enter(a_batch(6, 2, True), [1.0, 1.0, 0.0]).fixed.batch.size == 2
+    assert captured.given_up == 2
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "data.drop_last" in caplog.text
 
 
 def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", watched=None, **train):

@@ -15,6 +15,7 @@ the one it was made under, and a step without a name is computed as usual.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -36,8 +37,10 @@ from gem_core.train.runtime import Runtime
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 MOST = 24
-"""Recorded steps a run; more mean that the batches' shapes do not repeat."""
+"""Rooms that a run keeps; one more takes the place of that which was not used for longest."""
 
 SPARE = 1.5
 """A batch goes into a room that exists if this has at most so many times the rows that the batch needs."""
@@ -250,11 +253,16 @@ class Captured:
         self._memory: dict[str, Tensor] = {}
         self.news = 0
         """Steps so far that were the first of a room or recorded something."""
+        self.given_up = 0
+        """Rooms so far whose place another one took."""
+        self._entered = 0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def enter(self, batch: Batch, totals: list[float]) -> Recorded:
         """A room that holds ``batch`` and the host's three totals from now on."""
         found, state = self._of(batch), self.state()
+        self._entered += 1
+        found.used = self._entered
         if state is not None and state != found.state:
             found.forget(state)
         found.fixed.fill(batch)
@@ -277,15 +285,22 @@ class Captured:
         if fitting:
             return min(fitting, key=lambda r: sum(r.fixed.room.events.values()) + sum(r.fixed.room.ids.values()))
         if len(self._recorded) == MOST:
-            raise RunError(
-                f"the batches of this run have more than {MOST} kinds of shapes ({need.size} samples, events {dict(need.events)}, ids "
-                f"{dict(need.ids)} is one more), and each needs a recording of its own",
-                where="train.capture",
-                fix="set data.drop_last = true or a larger data.batch_size, which makes batches more alike, or train.capture = false",
-            )
+            self._give_up(min(self._recorded, key=lambda r: r.used), need)
         fixed = FixedBatch(batch, need.rounded(), self.features, self.history)
         self._recorded.append(Recorded(fixed, torch.zeros(3, dtype=torch.float64, device=self.device), self._memory, self._pool))
         return self._recorded[-1]
+
+    def _give_up(self, room: Recorded, need: Room) -> None:
+        if not self.given_up:
+            _log.warning(
+                "train.capture: batches of more than %d kinds of shapes (now %d samples, events %s, ids %s); from now on a new kind takes "
+                "the place of the one not used for longest, at the cost of two steps that are not replayed; data.drop_last = true or a "
+                "larger data.batch_size makes batches more alike",
+                MOST, need.size, dict(need.events), dict(need.ids),
+            )  # fmt: skip
+        self.given_up += 1
+        room.graphs.clear()
+        self._recorded.remove(room)
 
 
 @dataclass
@@ -297,6 +312,8 @@ class Recorded:
     memory: dict[str, Tensor]
     pool: Any = None
     state: Hashable = None
+    used: int = 0
+    """The number of the step that was here last."""
     ran: bool = False
     records: bool = False
     replays: bool = False

@@ -76,6 +76,14 @@ def test_the_core_names_no_plugin_package(root: Path):
     assert wrong == []
 
 
+def test_tests_on_a_gpu_are_marked(root: Path):
+    """A file whose tests take a GPU where there is one carries the marker there: else `nox -s gpu` leaves them out."""
+    takes = re.compile(r"[\"']cuda[\"'] if torch\.cuda\.is_available\(\)")
+    found = [path for path in root.glob("packages/*/tests/test_*.py") if takes.search(path.read_text())]
+    assert found
+    assert [path.name for path in found if "pytest.mark.gpu" not in path.read_text()] == []
+
+
 def test_versions_are_ranges(root: Path):
     """A plug-in asks for a range of the core, never for one version, and nothing pins anything in its package metadata."""
     import tomllib

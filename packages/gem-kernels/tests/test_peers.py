@@ -11,6 +11,7 @@ from gem_kernels import peers
 
 SPECS = {(s.op, s.name): s for s in peers.specs()}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 class _Peer(KernelConformance):

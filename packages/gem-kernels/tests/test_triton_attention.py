@@ -33,7 +33,10 @@ POINTWISE = (
     *(name for name in cases("gdpa") if name.startswith("activation")),
 )  # fmt: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from gem_kernels.triton import block
 from gem_kernels.triton.common.device import on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 # the interpreter of Triton 3.6 multiplies bf16 bit patterns, hence fp16 there
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32, torch.float16)
 

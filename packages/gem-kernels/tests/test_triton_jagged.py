@@ -17,6 +17,7 @@ from gem_kernels.triton import jagged
 from gem_kernels.triton.common.device import on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 SPECS = {spec.op: spec for spec in jagged.specs()}
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 63, 64, 65]), max_size=6)

@@ -10,9 +10,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device, or TRITON_INTERPRET=1 from the start"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device, or TRITON_INTERPRET=1 from the start"
+    ),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gem_core.model.config import InteractionConfig, NormKind
 from gem_core.model.interaction import Cross, Dot, Wukong
 from gem_core.model.layers import Norm, TokenMix
+from gem_core.model.wukongs import summed, together
 
 
 class SummedExperts(nn.Module):
@@ -37,6 +38,8 @@ class SummedExperts(nn.Module):
         self.spread: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.spread is None and (wukongs := together(self.experts, self.shortcut, x)) is not None:
+            return self.norm(summed(wukongs, x))
         y = self.shortcut(x)
         if self.spread is not None:
             return self.norm(y + self.spread(x))

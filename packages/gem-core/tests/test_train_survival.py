@@ -203,6 +203,25 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so_and_touches_none(confi
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")) == ["step-4", "step-8"]
 
 
+def test_a_deleted_newest_checkpoint_is_said(config, tmp_path, capsys, caplog):
+    folder = tmp_path / "run"
+    checkpoints, gone = folder / "checkpoints", "the file 'latest' names step-8, which is gone; put it back from a copy"
+    train(started(config, "train.steps=8"), run_dir=folder, quiet=True)
+    shutil.rmtree(checkpoints / "step-8")
+    assert evaluate_run(folder).step == 4
+    assert gone in caplog.text
+    capsys.readouterr()
+    train(started(config, "train.steps=5"), run_dir=folder, resume=True)
+    said = capsys.readouterr().out
+    assert f"checkpoint of step 8 not usable: {gone}" in said
+    assert "the run goes on from step 4\n" in said
+    assert CheckpointStore(checkpoints).latest()[1] == []
+    for step in CheckpointStore(checkpoints).steps():
+        shutil.rmtree(checkpoints / f"step-{step}")
+    with pytest.raises(CheckpointError, match="no usable checkpoint: step 5: the file 'latest' names step-5, which is gone"):
+        train(started(config), run_dir=folder, resume=True, quiet=True)
+
+
 def test_what_reads_a_run_passes_over_a_damaged_checkpoint_and_says_so(config, tmp_path, caplog):
     folder = tmp_path / "run"
     train(started(config, "train.steps=8"), run_dir=folder, quiet=True)
@@ -384,3 +403,13 @@ def _stand_still(rank: int, world: int, argument: None) -> None:
 def test_the_strategy_kit_tells_where_processes_stand_still(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"(?s)ranks \[0, 1\] did not end within 8 s.*rank 1: .*in _stand_still\n"):
         run_processes(2, _stand_still, None, tmp_path, timeout=8)
+
+
+def _abort(rank: int, world: int, argument: None) -> None:
+    if rank:
+        os.abort()
+
+
+def test_the_strategy_kit_tells_of_a_process_that_was_killed(tmp_path: Path):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1: ended with exit code -6\n.*in _abort\n"):
+        run_processes(2, _abort, None, tmp_path, timeout=60)

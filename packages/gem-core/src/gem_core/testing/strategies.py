@@ -15,8 +15,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,12 +43,16 @@ from gem_core.train.trainer import Trainer
 
 Worker = Callable[[int, int, Any], Any]
 
+LEFT_ALONE = 10.0
+"""Seconds that processes have to end after one of them has failed."""
+
 
 def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeout: float = 120.0, backend: str = "gloo") -> list[Any]:
     """Run ``worker(rank, world, argument)`` in ``world`` processes joined by ``backend`` ("cpu:gloo,cuda:nccl" for CUDA devices); returns
     what each returned, in rank order.
 
-    ``worker`` is a module-level function; results travel by files in ``folder``. An exception in any process is raised here with its text.
+    ``worker`` is a module-level function; results travel by files in ``folder``. An exception in any process is raised here with its text, as
+    are the exit code of a process that was killed and the stacks of those that did not end within ``timeout`` seconds.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -59,26 +65,38 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(timeout)
+    until = time.monotonic() + timeout
+    while any(process.is_alive() for process in processes) and time.monotonic() < until:
+        wait([process.sentinel for process in processes if process.is_alive()], until - time.monotonic())
+        if any(process.exitcode for process in processes):  # the others may wait for what will not come
+            until = min(until, time.monotonic() + LEFT_ALONE)
     hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         if process.is_alive():
             process.kill()
             process.join()
-    faults = [f"rank {rank}: {path.read_text()}" for rank in range(world) if (path := folder / f"fault-{rank}.txt").exists()]
+    faults = {rank: path.read_text() for rank in range(world) if (path := folder / f"fault-{rank}.txt").exists()}
+    killed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode and rank not in (*hung, *faults)}
+    faults |= {rank: f"ended with exit code {code}\n{_stacks(folder, rank)}" for rank, code in killed.items()}
     if faults:
-        raise RuntimeError("\n".join(faults))
+        raise RuntimeError("\n".join(f"rank {rank}: {fault}" for rank, fault in faults.items()))
     if hung:
-        newest = {rank: path.read_text().rpartition("Timeout (")[2] for rank in hung if (path := folder / f"stacks-{rank}.txt").exists()}
-        stacks = [f"rank {rank}: {stack.partition(chr(10))[2]}" for rank, stack in newest.items()]
+        stacks = [f"rank {rank}: {_stacks(folder, rank)}" for rank in hung]
         raise RuntimeError("\n".join([f"ranks {hung} did not end within {timeout:.0f} s; where they were:", *stacks]))
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _stacks(folder: Path, rank: int) -> str:
+    """The newest stacks that a rank has written, without their time."""
+    path = folder / f"stacks-{rank}.txt"
+    text = path.read_text() if path.exists() else ""
+    return text.rpartition("Timeout (")[2].partition("\n")[2] if "Timeout (" in text else text
 
 
 def _enter(rank: int, world: int, port: int, backend: str, worker: Worker, argument: Any, folder: str, every: float) -> None:
     torch.set_num_threads(1)
     stacks = (Path(folder) / f"stacks-{rank}.txt").open("w")  # open to the end: it is written by a thread of C
+    faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(every, repeat=True, file=stacks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:

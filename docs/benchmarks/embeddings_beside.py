@@ -2,9 +2,9 @@
 
     python docs/benchmarks/embeddings_beside.py --out OUT
 
-The products are those of the tower in `gem_parallel.bench.embeddings` (72 of 4096 x 8192 by 8192 in bf16), the bytes those of one GPU of two
-in a step of ``exchange = "whole"``: means of 4 GiB with 4 GiB that were sent, and copies of 4 GiB. ``slower ms``: how much later the last
-product ends; the rows without SMs show what bytes alone cost.
+The products are those of the tower in `gem_parallel.bench.embeddings` (72 of 4096 x 8192 by 8192 in bf16), the bytes those of one GPU
+of two in a step of ``exchange = "whole"``: means of 4 GiB with 4 GiB that were sent, and copies of 4 GiB. ``slower ms``: how much later
+the last product ends; the rows without SMs show what bytes alone cost.
 """
 
 from __future__ import annotations

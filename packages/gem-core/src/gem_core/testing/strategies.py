@@ -51,8 +51,8 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     """Run ``worker(rank, world, argument)`` in ``world`` processes joined by ``backend`` ("cpu:gloo,cuda:nccl" for CUDA devices); returns
     what each returned, in rank order.
 
-    ``worker`` is a module-level function; results travel by files in ``folder``. An exception in any process is raised here with its text, as
-    are the exit code of a process that was killed and the stacks of those that did not end within ``timeout`` seconds.
+    ``worker`` is a module-level function; results travel by files in ``folder``. An exception in any process is raised here with its text,
+    as are the exit code of a process that was killed and the stacks of those that did not end within ``timeout`` seconds.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,8 +1,8 @@
 """Copies and means that take a handful of SMs, for running beside products.
 
 Both are bound by memory, and a few SMs with enough loads in flight move most of what all of them do. What products lose is SMs, not
-bytes: a product is computed in waves of a tile an SM, so that one SM less can cost a whole wave, and where products are computed by clusters
-of two SMs, a pair goes with either of them. So programs are pairs there too, and the loads of the next block are under way while one is
+bytes: a product is computed in waves of a tile an SM, so that one SM less can cost a whole wave, and where clusters
+of two SMs compute it, a pair goes with either. So programs are pairs there too, and the loads of the next block are under way while one is
 stored. What they touch leaves the L2 first, for the products' sake. This module needs Triton; import it where a kernel starts.
 """
 

@@ -71,12 +71,13 @@ def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) ->
     }  # fmt: skip
 
 
-def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool) -> dict[str, Any]:
+def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act: int = 0) -> dict[str, Any]:
+    """``act``: an activation in the place of FP8's norm."""
     meta = _meta(operand)
     mx = operand.format == "mx"
-    tile = TILES["gluon_rows" if not both else "gluon_both_mx" if mx else "gluon_both"]
+    tile = TILES["gluon_rows" if not both else "gluon_both_mx" if mx else "gluon_both" if act else "gluon_norm"]
     constexprs = {name: meta[name] for name in ("FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")} | {
-        "ACT": 0, "WRITE_Y": not mx, "SWIZZLE": mx, "E5M2": False, "WARPS": tile["num_warps"],
+        "ACT": act, "WRITE_Y": not mx and not act, "SWIZZLE": mx, "E5M2": False, "WARPS": tile["num_warps"],
     }  # fmt: skip
     constexprs |= {name: value for name, value in tile.items() if name.isupper()}
     registers = tile.get("maxnreg")
@@ -84,7 +85,7 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool) -> d
         kept = ("x", "y_out", "row_data", "row_scales", "R", "C", "stride")
         rows = {name: types[name] for name in kept} | {"strips_c": "i32"}
         return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
-    constexprs |= {"NORM": not mx, "WEIGHT": not mx, "BIAS": False, "SQUARE": not mx}
+    constexprs |= {"NORM": not mx and not act, "WEIGHT": not mx and not act, "BIAS": False, "SQUARE": not mx}
     types = {name: kind for name, kind in types.items() if name != "seeds"} | {"strips_r": "i32", "strips_c": "i32"}
     return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
 
@@ -136,6 +137,9 @@ def main(arch: int) -> None:
             found[f"norm_{name}"] = built(norm_quantize_kernel, arch, types, constexprs, t["num_warps"])
             found[f"gluon_{name}"] = by_hand(operand, arch, types, True)
             found[f"gluon_{name.replace('both', 'rows')}"] = by_hand(operand, arch, types, False)
+    types = NORM | scales | SIZES
+    for act in (2, 3):
+        found[f"gluon_fp8_act_{act}"] = by_hand(Operand("fp8", block=(1, 128)), arch, types, True, act)
     print(json.dumps(found))
 
 

@@ -161,6 +161,18 @@ def test_activation_fused_equals_the_pair(act):
     assert_same(quantize_matrix(x, operand, operand, act=act).rows, fused.rows)
 
 
+@pytest.mark.parametrize(("act", "error"), [("gelu", 2.2e-5), ("silu", 2e-6)])
+def test_activations_are_exact_to_a_fraction_of_a_bf16_step(act, error):
+    """Relative to float64, from the tail on the left, where PyTorch's own GELU has lost all digits, to the right; at the ends of what
+    there is."""
+    x = torch.cat([torch.linspace(-8, 8, 4090), torch.tensor([math.inf, -math.inf, math.nan, 1e30, -1e30, 0.0])]).view(32, 128)
+    got = quantize_matrix(x.to(DEVICE), Operand(), act=act, dtype=torch.float32, write_y=True).y.cpu().view(-1)
+    wide = x.double().view(-1)
+    wanted = wide * torch.special.erfc(-wide / math.sqrt(2)) / 2 if act == "gelu" else wide * torch.sigmoid(wide)
+    assert (got[:4090] / wanted[:4090] - 1).abs().nan_to_num().max() <= error
+    assert torch.equal(got[4090:].nan_to_num(nan=7.0, posinf=9.0), torch.tensor([9.0, 7.0, 7.0, 1e30, 0.0, 0.0]))
+
+
 @pytest.mark.parametrize("operand", [Operand(), Operand("fp8", block=(1, 128)), Operand(block=(32, 32))], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("shape", [(40, 256), (129, 100)])

@@ -10,9 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gem_precision.kernels import interpreting
+
 RCEIL, FLOOR, CEIL, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 INF_BITS = tl.constexpr(0x7F800000)
 SIGN_BIT = tl.constexpr(-0x80000000)
+NATIVE = tl.constexpr(not interpreting())
+"""Whether there are instructions; the interpreter has none."""
 
 
 @triton.jit
@@ -125,15 +129,35 @@ def scale_offset(row, strip, strips, SWIZZLE: tl.constexpr):
 
 @triton.jit
 def activation(x, ACT: tl.constexpr):
-    """fp32 elementwise activation: 0 none, 1 relu, 2 gelu (erf), 3 silu, 4 relu squared."""
+    """fp32 elementwise activation: 0 none, 1 relu, 2 gelu (of the normal distribution), 3 silu, 4 relu squared.
+
+    GELU is ``x Phi(x)`` with ``Phi(-|x|) = exp(-x^2 / 2) P(t)``, ``t = 1 / (1 + 0.36 |x|)``, P of degree 5 fitted to the least relative
+    error on [0, 8], 1.8e-5; the form is that of Hastings (Abramowitz and Stegun 7.1.26). Two approximate instructions each for GELU and
+    SiLU, which cost a fifth of erf and a quarter of a division with full range. Denormal results may be 0.
+    """
     y = x
     if ACT == 1:
         # written so that NaN passes, as it does in PyTorch
         y = tl.where(x < 0.0, 0.0, x)
     elif ACT == 2:
-        y = x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
+        base = 1.0 + 0.36 * tl.abs(x)
+        power = x * x * -0.7213475204444817
+        if NATIVE:
+            t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [base], dtype=tl.float32, is_pure=True, pack=1)
+            e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1)
+        else:
+            t, e = 1.0 / base, tl.exp2(power)
+        p = 0.24152161709392017 - t * 0.09413225491440287
+        p = 0.14209561669606474 + t * (0.16096023199821605 + t * (0.04956350598548471 + t * p))
+        below = e * (t * p)
+        y = x * tl.where(x < 0.0, below, 1.0 - below)
     elif ACT == 3:
-        y = x / (1.0 + tl.exp(-x))
+        power = x * -1.4426950408889634
+        if NATIVE:
+            e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1)
+            y = x * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1)
+        else:
+            y = x * (1.0 / (1.0 + tl.exp2(power)))
     elif ACT == 4:
         r = tl.where(x < 0.0, 0.0, x)
         y = r * r

@@ -27,8 +27,9 @@ TILES: dict[str, dict[str, Any]] = {
     "norm_mx": {"BLOCK_R": 32, "BLOCK_C": 128, "num_warps": 4},
     "norm_fp8": {"BLOCK_R": 128, "BLOCK_C": 128, "num_warps": 8},
     "gluon_rows": {"ROWS": 32, "WIDTH": 256, "num_warps": 8},
-    "gluon_both": {"num_warps": 8},
-    "gluon_both_mx": {"num_warps": 8, "maxnreg": 80},
+    "gluon_both": {"PARTS": 2, "num_warps": 8, "maxnreg": 80},
+    "gluon_norm": {"PARTS": 2, "num_warps": 8, "maxnreg": 80},
+    "gluon_both_mx": {"PARTS": 2, "num_warps": 8, "maxnreg": 64},
 }
 """Tile of each use; the benchmark of this package times others."""
 
@@ -140,8 +141,8 @@ def _launch_by_hand(
             **kept, **tile,
         )  # fmt: skip
         return
-    # a third program on a multiprocessor, where 80 registers hold everything
-    tile = tile or TILES["gluon_both" if kept["FP8"] or kept["ACT"] or stats is not None else "gluon_both_mx"]
+    # registers that let three or four programs share a multiprocessor
+    tile = tile or TILES["gluon_norm" if stats is not None else "gluon_both" if kept["FP8"] or kept["ACT"] else "gluon_both_mx"]
     launch(
         quantize_both_kernel, -(-r // 128) * -(-c // 128), x.device, x, x if weight is None else weight, x if bias is None else bias, y,
         x if stats is None else stats, row_data, row_scales, col_data, col_scales, r, c, x.stride(0), what.col_stride, strips_r, strips_c,

@@ -47,7 +47,8 @@ def _along_last(
     y, LAYOUT: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr,
     EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
-    """(codes ``[N, WIDTH]``, what is stored of the scales ``[N, WIDTH / B]``) of fp32 ``y``, blocks along the last dim."""
+    """(codes ``[N, WIDTH]``, what is stored of the scales and bits of amax, both ``[N, WIDTH / B]``) of fp32 ``y``, blocks along the last
+    dim."""
     blocks = gl.reshape(gl.abs(y), (N, WIDTH // B, B))
     amax = gl.reduce(blocks, 2, _larger).to(gl.int32, bitcast=True)
     if FP8:
@@ -58,7 +59,7 @@ def _along_last(
         inverse = _inverse_of_byte(byte)
     whole, _ = gl.broadcast(gl.expand_dims(inverse, 2), blocks)
     spread = gl.convert_layout(gl.reshape(whole, (N, WIDTH)), LAYOUT, assert_trivial=True)
-    return _codes(y * spread, E5M2), stored
+    return _codes(y * spread, E5M2), stored, amax
 
 
 @gluon.jit
@@ -82,67 +83,82 @@ def _store_scales(
 
 
 @gluon.jit
+def _vector(at, inside, FULL: gl.constexpr):
+    if FULL:
+        return gl.load(at)
+    else:
+        return gl.load(at, mask=inside, other=0.0)
+
+
+@gluon.jit
 def _one_tile(
     tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride, strips_r,
     strips_c, FULL: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr,
     SQUARE: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
-    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    runs: gl.constexpr = gl.BlockedLayout([2, 256 // WARPS], [32, 1], [2, WARPS // 2], [1, 0])
-    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, by_rows))
+    # two columns a thread are one word in shared memory
+    runs: gl.constexpr = gl.BlockedLayout([2 if PARTS * WARPS <= 8 else 1, 32], [32, 1], [WARPS // 4, 4], [1, 0])
+    N: gl.constexpr = TILE // PARTS
+    r = gl.arange(0, N, layout=gl.SliceLayout(1, by_rows))
     c = gl.arange(0, TILE, layout=gl.SliceLayout(0, by_rows))
-    at = r[:, None] * stride + c[None, :]
     whole: gl.constexpr = FULL
-    if whole:
-        y = gl.load(x + row0 * stride + col0 + at)
-    else:
-        inside = (row0 + r < R)[:, None] & (col0 + c < C)[None, :]
-        y = gl.load(x + row0 * stride + col0 + at, mask=inside, other=0.0)
-    if ACT != 0:
-        y = _activation(y.to(gl.float32), ACT)
-    if NORM:
-        y = y.to(gl.float32)
-        kept = row0 + r < R
-        y = (y - gl.load(stats + row0 + r, mask=kept, other=0.0)[:, None]) * gl.load(stats + R + row0 + r, mask=kept, other=0.0)[:, None]
-        if WEIGHT:
-            y *= gl.load(weight + col0 + c, mask=col0 + c < C, other=0.0).to(gl.float32)[None, :]
-        if BIAS:
-            y += gl.load(bias + col0 + c, mask=col0 + c < C, other=0.0).to(gl.float32)[None, :]
-        if not whole:
-            y = gl.where((row0 + r < R)[:, None] & (col0 + c < C)[None, :], y, 0.0)
-    y = y.to(y_out.dtype.element_ty)
-    out = r[:, None] * C + c[None, :]
-    if WRITE_Y:
+    largest = 0
+    for part in gl.static_range(PARTS):
+        top = row0 + part * N
+        inside = (top + r < R)[:, None] & (col0 + c < C)[None, :]
+        at = x + top * stride + col0 + r[:, None] * stride + c[None, :]
         if whole:
-            gl.store(y_out + row0 * C + col0 + out, y)
+            y = gl.load(at)
         else:
-            gl.store(y_out + row0 * C + col0 + out, y, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    tile.store(y)
+            y = gl.load(at, mask=inside, other=0.0)
+        if ACT != 0:
+            y = _activation(y.to(gl.float32), ACT)
+        if NORM:
+            y = y.to(gl.float32)
+            y = (y - _vector(stats + top + r, top + r < R, FULL)[:, None]) * _vector(stats + R + top + r, top + r < R, FULL)[:, None]
+            if WEIGHT:
+                y *= _vector(weight + col0 + c, col0 + c < C, FULL).to(gl.float32)[None, :]
+            if BIAS:
+                y += _vector(bias + col0 + c, col0 + c < C, FULL).to(gl.float32)[None, :]
+            if not whole:
+                y = gl.where(inside, y, 0.0)
+        y = y.to(y_out.dtype.element_ty)
+        out = top * C + col0 + r[:, None] * C + c[None, :]
+        if WRITE_Y:
+            if whole:
+                gl.store(y_out + out, y)
+            else:
+                gl.store(y_out + out, y, mask=inside)
+        tile.slice(part * N, N).store(y)
+        codes, stored, amax = _along_last(y.to(gl.float32), by_rows, N, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+        if SQUARE:
+            largest = gl.maximum(largest, gl.reduce(gl.reduce(amax, 1, _larger), 0, _larger))
+        if whole:
+            gl.store(row_data + out, codes)
+        else:
+            gl.store(row_data + out, codes, mask=inside)
+        _store_scales(row_scales, stored, top, col0 // B, R, strips_c, FULL, SWIZZLE, FP8, N, TILE // B, WARPS)
 
-    codes, stored = _along_last(y.to(gl.float32), by_rows, TILE, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
-    if whole:
-        gl.store(row_data + row0 * C + col0 + out, codes)
-    else:
-        gl.store(row_data + row0 * C + col0 + out, codes, mask=(row0 + r < R)[:, None] & (col0 + c < C)[None, :])
-    _store_scales(row_scales, stored, row0, col0 // B, R, strips_c, FULL, SWIZZLE, FP8, TILE, TILE // B, WARPS)
-
-    turned = tile.permute((1, 0)).load(runs).to(gl.float32)
     if SQUARE:
-        amax = gl.reduce(gl.reduce(gl.abs(turned), 1, _larger), 0, _larger).to(gl.int32, bitcast=True)
-        stored, inverse = _fp8_scale(amax, LARGEST)
-        codes = _codes(turned * inverse, E5M2)
+        stored, inverse = _fp8_scale(largest, LARGEST)
         gl.store(col_scales + col0 // TILE * strips_r + row0 // TILE, stored)
-    else:
-        codes, stored = _along_last(turned, runs, TILE, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
-        _store_scales(col_scales, stored, col0, row0 // B, C, strips_r, FULL, SWIZZLE, FP8, TILE, TILE // B, WARPS)
-    codes = gl.convert_layout(codes, by_rows)
-    # by_rows again, its first dim now the columns of x
-    target = col_data + col0 * col_stride + row0 + r[:, None] * col_stride + c[None, :]
-    if whole:
-        gl.store(target, codes)
-    else:
-        gl.store(target, codes, mask=(col0 + r < C)[:, None] & (row0 + c < R)[None, :])
+    for part in gl.static_range(PARTS):
+        left = col0 + part * N
+        turned = tile.permute((1, 0)).slice(part * N, N).load(runs).to(gl.float32)
+        if SQUARE:
+            codes = _codes(turned * inverse, E5M2)
+        else:
+            codes, stored, _ = _along_last(turned, runs, N, TILE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+            _store_scales(col_scales, stored, left, row0 // B, C, strips_r, FULL, SWIZZLE, FP8, N, TILE // B, WARPS)
+        codes = gl.convert_layout(codes, by_rows)
+        # by_rows again, its first dim now the columns of x
+        target = col_data + left * col_stride + row0 + r[:, None] * col_stride + c[None, :]
+        if whole:
+            gl.store(target, codes)
+        else:
+            gl.store(target, codes, mask=(left + r < C)[:, None] & (row0 + c < R)[None, :])
 
 
 @gluon.jit
@@ -150,11 +166,12 @@ def quantize_both_kernel(
     x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride, strips_r, strips_c,
     ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SQUARE: gl.constexpr,
     SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
-    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Optional activation, or norm from its statistics, rounded to y_out's dtype (16 bits) as the unfused op does, then quantise.
 
-    ``SQUARE``: the columns' blocks are squares of 128, the rows' are strips. ``strips_r``, ``strips_c``: blocks along R and C.
+    ``SQUARE``: the columns' blocks are squares of 128, the rows' are strips. ``strips_r``, ``strips_c``: blocks along R and C. ``PARTS``: a
+    tile is worked on in so many parts, of rows and then of columns, which need fewer registers: more programs fit on a multiprocessor.
     """
     tile = gl.allocate_shared_memory(y_out.dtype.element_ty, (TILE, TILE), gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     across = gl.cdiv(C, TILE)
@@ -164,13 +181,13 @@ def quantize_both_kernel(
         _one_tile(
             tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
             strips_r, strips_c, True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
-            E5M2, B, WARPS,
+            E5M2, B, WARPS, PARTS,
         )  # fmt: skip
     else:
         _one_tile(
             tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
             strips_r, strips_c, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
-            E5M2, B, WARPS,
+            E5M2, B, WARPS, PARTS,
         )  # fmt: skip
 
 
@@ -194,7 +211,7 @@ def _one_strip(
     if ACT != 0:
         y = _activation(y.to(gl.float32), ACT)
     y = y.to(y_out.dtype.element_ty)
-    codes, stored = _along_last(y.to(gl.float32), layout, ROWS, WIDTH, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
+    codes, stored, _ = _along_last(y.to(gl.float32), layout, ROWS, WIDTH, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA, E5M2, B)
     if whole:
         gl.store(row_data + out, codes)
         if WRITE_Y:

@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gem_core.errors import OpError
 from gem_precision import site as site_module
-from gem_precision.formats import quantize_fp8, quantize_mx, rank_generator, swizzle_scales
+from gem_precision.formats import FP8, MX, element, quantize_fp8, quantize_mx, rank_generator, swizzle_scales
 from gem_precision.gemm import gemm
 from gem_precision.kernels import interpreting
+from gem_precision.kernels.decode import decode_matrix
 from gem_precision.kernels.measure import fits, measure_on_device, measures
 from gem_precision.kernels.quantize import norm_quantize, quantize_matrix
 from gem_precision.kernels.scaled_gemm import scaled_gemm
@@ -339,6 +340,39 @@ def test_samples_are_the_codec_s(kind, block, elem, monkeypatch):
                 exact = [SUMS.index(n) for n in ("amax", "saturated", "flushed", "count", "dead", "spoiled", "bad")]
                 assert got[exact].tolist() == wanted[exact].tolist(), (shape, along, turn)
                 torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("kind", "block"), [("mx", (1, 32)), ("mx", (32, 32)), ("fp8", (1, 128)), ("fp8", (128, 128)), ("fp8", (1, 0))])
+def test_decoding_is_the_codec_s(kind, block, elem, dtype):
+    """Every code under every scale, NaN and the ends of the range among them; rows and columns of odd sizes, one row and one column."""
+    generator = torch.Generator().manual_seed(0)
+    family = MX if kind == "mx" else FP8
+    for rows, cols in ((256, 256), (33, 70), (1, 32), (130, 1)):
+        if (rows, cols) == (256, 256):
+            codes = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous()
+        else:
+            codes = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
+        if elem == "e5m2":
+            # the codec makes no infinities
+            codes = torch.where(codes & 0x7F == 0x7C, 0x7B, codes).to(torch.uint8)
+        lines, strips = (-(-size // (n or size)) for size, n in zip((rows, cols), block))
+        if kind == "mx":
+            scales = torch.arange(lines * strips).view(lines, strips).to(torch.uint8)
+        else:
+            scales = torch.rand(lines, strips, generator=generator) * 2.0**-9
+        q = family(codes.view(element(elem).torch_dtype).to(DEVICE), scales.to(DEVICE), elem, block)
+        if DEVICE == "cpu" and kind == "fp8" and dtype == torch.bfloat16:
+            # the interpreter cuts fp32 off to bf16 instead of rounding
+            continue
+        for given in (q, q.transpose() if block[0] == block[1] else q):
+            got, wanted = decode_matrix(given, dtype).cpu(), given.dequantize(dtype).cpu()
+            if DEVICE == "cpu" and dtype == torch.bfloat16:
+                tiny = wanted.abs() < 2.0**-126
+                got, wanted = torch.where(tiny, 0, got), torch.where(tiny, 0, wanted)
+            assert torch.equal(got.isnan(), wanted.isnan())
+            assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 
 
 def test_samples_that_the_kernels_leave_to_pytorch():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from gem_core import Guard
 from gem_core.config import FrozenConfig
 from gem_core.errors import ConfigError
-from gem_core.model.casts import cast_once, product_weights
+from gem_core.model.casts import WeightCasts, product_weights
 from gem_core.train.contract import RecipeContext
-
-Places = Sequence[tuple[nn.Module, str]]
 
 
 class Bf16Config(FrozenConfig):
@@ -78,9 +76,9 @@ def apply_bf16(module: nn.Module, config: Bf16Config, context: RecipeContext) ->
     for name in outermost:
         _wrap(module.get_submodule(name), context.device.type, enabled=False)
     apart = [module.get_submodule(name) for name in outermost] + ([tables] if isinstance(tables, nn.Module) else [])
-    _wrap(
-        module, context.device.type, enabled=True, cast=None if context.compile else functools.cache(lambda: product_weights(module, apart))
-    )
+    casts = None if context.compile else WeightCasts(lambda: product_weights(module, apart), torch.bfloat16)
+    module.weight_casts = casts  # type: ignore[assignment]
+    _wrap(module, context.device.type, enabled=True, casts=casts)
     return Bf16Guard(sites)
 
 
@@ -88,9 +86,8 @@ def _inside(name: str, other: str) -> bool:
     return name.startswith(f"{other}.")
 
 
-def _wrap(module: nn.Module, device_type: str, *, enabled: bool, cast: Callable[[], Places] | None = None) -> None:
-    """``cast``: the weights to cast together (see `gem_core.model.casts`), asked for when the module is first called: other recipes put
-    linears of their own in their places after this."""
+def _wrap(module: nn.Module, device_type: str, *, enabled: bool, casts: WeightCasts | None = None) -> None:
+    """``casts``: the weights to cast together, which are asked for after this: other recipes put linears of their own in their places."""
     inner = module.forward
 
     @functools.wraps(inner)
@@ -98,7 +95,7 @@ def _wrap(module: nn.Module, device_type: str, *, enabled: bool, cast: Callable[
         with torch.autocast(device_type, torch.bfloat16, enabled=enabled):
             if not enabled:
                 args, kwargs = tuple(map(_fp32, args)), {k: _fp32(v) for k, v in kwargs.items()}
-            with nullcontext() if cast is None or _several() or torch.compiler.is_compiling() else cast_once(cast(), torch.bfloat16):
+            with nullcontext() if casts is None or _several() or torch.compiler.is_compiling() else casts.swapped():
                 return inner(*args, **kwargs)
 
     module.forward = forward

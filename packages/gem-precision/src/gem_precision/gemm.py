@@ -20,6 +20,7 @@ from gem_precision.formats import FP8, MX, quantize_fp8, quantize_mx, swizzle_sc
 from gem_precision.formats.random import draw_seed, random_bits
 from gem_precision.hadamard import random_hadamard
 from gem_precision.kernels.block_gemm import block_gemm, parts_of
+from gem_precision.kernels.decode import decode_matrix, decodes
 from gem_precision.kernels.quantize import quantize_matrix, serves_mixed, takes
 from gem_precision.policy import Gemm, Operand
 
@@ -140,11 +141,12 @@ def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "aut
 
 
 def _warn_once(a: Quantised, b: Quantised) -> None:
-    reasons = "; ".join(f"{name}: {supports(name, a, b).reason}" for name in _ORDER[:-1])
-    message = f"emulated product of {type(a).__name__} {a.elem} {a.block} and {b.block}, slower than bf16 ({reasons})"
-    if message not in _said:
-        _said.add(message)
-        log.warning("%s", message)
+    """Once a pair of formats, with the reasons that the first such product has."""
+    what = f"{type(a).__name__} {a.elem} {a.block} and {b.block}"
+    if what not in _said:
+        _said.add(what)
+        reasons = "; ".join(f"{name}: {supports(name, a, b).reason}" for name in _ORDER[:-1])
+        log.warning("emulated products of %s, slower than bf16; the first because %s", what, reasons)
 
 
 _ORDER = ("torch", "triton", "emulated")
@@ -218,8 +220,12 @@ def _emulated(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
     narrow = a.data.is_cuda and isinstance(a, MX) and isinstance(b, MX)
     # E8M0 x a few bits is exact in bf16; fp32 scales are not, so FP8 is decoded to fp32
     if narrow:
-        return _accumulate(a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16), out_dtype)
-    return torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()).to(out_dtype)
+        return _accumulate(_decoded(a, torch.bfloat16), _decoded(b, torch.bfloat16), out_dtype)
+    return torch.mm(_decoded(a, torch.float32), _decoded(b, torch.float32).t()).to(out_dtype)
+
+
+def _decoded(q: Quantised, dtype: torch.dtype) -> Tensor:
+    return decode_matrix(q, dtype) if q.data.is_cuda and decodes(q) else q.dequantize(dtype)
 
 
 def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:

@@ -1,20 +1,24 @@
-"""Training on the GPUs of one host: equality with one GPU, held-out NE, and the step of every arrangement.
+"""Training on the GPUs of one host: the step of every arrangement, equality with one GPU, held-out NE.
 
-    torchrun --nproc-per-node 2 docs/benchmarks/parallel_train.py equal ne speed host --out OUT
+    torchrun --nproc-per-node 2 docs/benchmarks/parallel_train.py captured equal copies speed exact ne --out OUT
 
 The processes start once and stay, so that kernels are compiled and libraries loaded once. Before they join, each is alone: rank 0 times the
-rows of one GPU, and the last rank trains what `equal` is held against. Every row is printed and written as soon as it is known; a row that
-fails is recorded with its error.
+rows of one GPU, and the last rank trains what others are held against. Parts run in the order in which they are named; every row is printed
+and written as soon as it is known, and a row that fails is recorded with its error.
 
-equal   losses of the same global batches in the same order: bf16 over 200 steps, fp32 over 20 (``--preset-equal``)
-ne      held-out NE of the arrangements on the planted log, against that of the first one
-speed   rows of the ladder ``scaling`` of `gemrec bench train` (``--preset``)
-host    the same steps with 8 samples a GPU, which take as long as the host needs to launch them
+captured  rows of the ladder ``scaling`` of `gemrec bench train` whose steps are replayed (``--preset``)
+equal     losses of the same global batches in the same order, bf16 over 200 steps (``--preset-equal``)
+copies    FSDP with NCCL's gathers and with the copy engine's in turn: steps, and whether losses are the same bit for bit
+speed     the other rows of the ladder
+exact     like equal, in fp32 with the reference kernels over 20 steps, every arrangement (``--preset-exact``)
+ne        held-out NE of the arrangements on the planted log, against that of the first one
+host      steps of 8 samples a GPU, which take as long as the host needs to launch them
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -48,7 +52,12 @@ from gem_parallel.bench.scaling import CAPTURED
 from gem_parallel.bench.scaling import rows as scaling_rows
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-EQUAL = (("bf16", 200), ("fp32", 20))
+EXACT = 20
+"""Steps of `exact`."""
+EXACTLY = ["precision.recipe=fp32", "kernels.default=reference", 'model.interaction.experts=["wukong","wukong"]']
+"""Nothing to compile, and experts that two processes can share."""
+BATCHES = {"equal": 256, "exact": 64}
+"""Samples of a global batch; the reference kernels take sample after sample."""
 
 
 def arrangements(world: int, gathered: str, cuda: bool) -> list[Row]:
@@ -77,8 +86,7 @@ class Run:
         self.cuda = torch.cuda.is_available()
         self.found: dict[str, list[dict[str, Any]]] = {part: [] for part in args.parts}
         self.references: dict[str, list[float]] = {}
-        offered = {spec.name for spec in manager().offers("recipe")}
-        self.recipes = [(recipe, steps) for recipe, steps in EQUAL if recipe in offered]
+        self.low = "bf16" if "bf16" in {spec.name for spec in manager().offers("recipe")} else "fp32"
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
@@ -92,73 +100,77 @@ class Run:
     def speed_settings(self, batch: int) -> list[str]:
         return [f"precision.recipe={self.args.recipe}", f"data.batch_size={batch}", *self.args.overrides]
 
-    def ladder_rows(self) -> list[Row]:
+    def ladder_rows(self, *, captured: bool | None, gpus: int) -> list[Row]:
         config = load_config(self.config(self.args.preset, "random"), self.speed_settings(self.args.batch))
-        every = [row for row in scaling_rows(config, self.world) if row.gpus in (1, self.world)]
-        return [row for row in every if not self.args.row or row.name in self.args.row]
+        every = [row for row in scaling_rows(config, self.world) if row.gpus == gpus and (not self.args.row or row.name in self.args.row)]
+        return [row for row in every if captured is None or (CAPTURED in row.overrides) == captured]
 
     # Before the processes join
 
     def alone(self) -> None:
         """Rank 0 times one GPU; the last one trains the references."""
+        parts = self.args.parts
         with _without_launcher():
-            if self.rank == self.world - 1 and "equal" in self.args.parts:
-                for recipe, steps in self.recipes:
-                    self.references[recipe] = losses(self.equal_config(), self.equal_settings(recipe), min(steps, self.args.steps_equal))
-                    self.say(f"reference {recipe}: {len(self.references[recipe])} steps, last loss {self.references[recipe][-1]:.6f}")
-            if self.rank == 0 and self.args.after is not None:
-                self.warm_up()
-            if self.rank == 0 and "speed" in self.args.parts:
-                for row in (r for r in self.ladder_rows() if r.gpus == 1):
-                    self.keep("speed", self.attempt(lambda row=row: self.timed(row, self.args.batch), row))
-                    _clean()
-                    if "host" in self.args.parts and CAPTURED not in row.overrides:
-                        self.keep("host", self.attempt(lambda row=row: self.timed(row, 8), row))
+            if self.rank == self.world - 1:
+                if "equal" in parts:
+                    self.refer("equal", self.args.steps_equal)
+                if "exact" in parts:
+                    self.refer("exact", min(EXACT, self.args.steps_equal))
+            if self.rank == 0:
+                for part, captured in (("captured", True), ("speed", False)):
+                    for row in self.ladder_rows(captured=captured, gpus=1) if part in parts else ():
+                        self.keep(part, self.attempt(lambda row=row: self.timed(row, self.args.batch), row))
                         _clean()
+                for row in self.ladder_rows(captured=False, gpus=1) if "host" in parts else ():
+                    self.keep("host", self.attempt(lambda row=row: self.timed(row, 8), row))
+                    _clean()
 
-    def warm_up(self) -> None:
-        """Compile, then wait for what runs beside."""
-        row = next(r for r in self.ladder_rows() if r.gpus == 1)
-        config = load_config(self.config(self.args.preset, "random"), [*self.speed_settings(self.args.batch), *row.overrides])
-        measure(config, steps=1, warmup=1)
+    def refer(self, part: str, steps: int) -> None:
+        self.references[part] = losses(self.equal_config(part), self.equal_settings(part), steps, BATCHES[part])
         _clean()
-        self.say("compiled")
-        until = self.began + self.args.after_limit
-        while not self.args.after.exists() and time.monotonic() < until:
-            time.sleep(0.2)
-        self.say(f"{self.args.after.name} {'is there' if self.args.after.exists() else 'never came'}")
+        self.say(f"reference of {part}: {len(self.references[part])} steps, last loss {self.references[part][-1]:.6f}")
 
     # Parts
 
-    def equal_config(self) -> Path:
-        return self.config(self.args.preset_equal, "random")
+    def equal_config(self, part: str) -> Path:
+        return self.config(self.args.preset_equal if part == "equal" else self.args.preset_exact, "random")
 
-    def equal_settings(self, recipe: str) -> list[str]:
+    def equal_settings(self, part: str) -> list[str]:
         single = ["parallel.sparse=fbgemm"] if self.cuda else []
-        return [f"precision.recipe={recipe}", "train.optimizer.lr=0.0001", *self.args.overrides, *single]
+        how = [f"precision.recipe={self.low}"] if part == "equal" else EXACTLY
+        return [*how, "train.optimizer.lr=0.0001", *self.args.overrides, *single]
 
     def equal(self) -> None:
-        for recipe, steps in self.recipes:
-            for row in arrangements(self.world, "bf16" if recipe == "bf16" else "fp32", self.cuda):
-                one_d = row.name == "1D: DDP"
-                count = min(steps if one_d else 20, self.args.steps_equal)
-                if recipe == "bf16" and not one_d:
-                    continue
+        self._equal("equal", arrangements(self.world, self.low, self.cuda)[:1])
 
-                def run(row: Row = row, recipe: str = recipe, count: int = count) -> dict[str, Any]:
-                    got = losses(self.equal_config(), [*self.equal_settings(recipe), *row.overrides], count)
-                    want = self.references[recipe][:count]
-                    off = [abs(a - b) / abs(b) for a, b in zip(got, want)]
-                    return {
-                        "recipe": recipe,
-                        "steps": count,
-                        "off_first_20": max(off[:20]),
-                        "off": max(off),
-                        "losses": got,
-                        "one GPU": want,
-                    }
+    def exact(self) -> None:
+        self._equal("exact", arrangements(self.world, "fp32", self.cuda))
 
-                self.each("equal", run, row)
+    def _equal(self, part: str, rows: Sequence[Row]) -> None:
+        want = self.references[part]
+        for row in rows:
+
+            def run(row: Row = row) -> dict[str, Any]:
+                got = losses(self.equal_config(part), [*self.equal_settings(part), *row.overrides], len(want), BATCHES[part])
+                off = [abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)]
+                recipe = self.low if part == "equal" else "fp32"
+                first = {"off_first_20": max(off[:20]), "off": max(off)}
+                return {"recipe": recipe, "steps": len(want), **first, "losses": got, "one GPU": want}
+
+            self.each(part, run, row)
+
+    def copies(self) -> None:
+        """Each way twice, in turn: what two runs of one way differ by is not the other way's doing."""
+        names = [f"{self.world}: tables 1D", f"{self.world}: tables 1D, copy engine"]
+        rows = {row.name: row for row in self.ladder_rows(captured=False, gpus=self.world)}
+        for row in [rows[name] for name in names if name in rows] * 2:
+            self.each("copies", lambda row=row: self.timed(row, self.args.batch_copies), row)  # type: ignore[misc]
+        done = [r for r in self.found["copies"] if "error" not in r]
+        for a, b in ((0, 1), (0, 2), (1, 3), (2, 3)):
+            if b < len(done) and not self.rank:
+                same = [x == y for x, y in zip(done[a]["losses"], done[b]["losses"], strict=True)]
+                ratio = done[b]["step_ms"] / done[a]["step_ms"]
+                self.say(f"copies: {done[a]['row']!r} and {done[b]['row']!r}: {sum(same)} of {len(same)} losses the same, {ratio:.4f} x")
 
     def ne(self) -> None:
         steps, batch = self.args.steps_ne, self.args.batch_ne
@@ -179,22 +191,25 @@ class Run:
 
             self.each("ne", run, row)
 
+    def captured(self) -> None:
+        self._rows("captured", self.args.batch, captured=True)
+
     def speed(self) -> None:
-        self._rows("speed", self.args.batch)
+        self._rows("speed", self.args.batch, captured=False)
 
     def host(self) -> None:
-        self._rows("host", 8)
+        self._rows("host", 8, captured=False)
 
-    def _rows(self, part: str, batch: int) -> None:
-        eager = [r for r in self.ladder_rows() if CAPTURED not in r.overrides]
-        for row in (r for r in (eager if part == "host" else self.ladder_rows()) if r.gpus == self.world and self.world > 1):
+    def _rows(self, part: str, batch: int, *, captured: bool) -> None:
+        for row in self.ladder_rows(captured=captured, gpus=self.world) if self.world > 1 else ():
             self.each(part, lambda row=row: self.timed(row, batch), row)  # type: ignore[misc]
 
     def timed(self, row: Row, batch: int) -> dict[str, Any]:
         config = load_config(self.config(self.args.preset, "random"), [*self.speed_settings(batch), *row.overrides])
         held = torch.cuda.memory_allocated() if self.cuda else 0
-        steps = self.args.steps if batch == self.args.batch else 10
-        result = measure(config, steps=steps, warmup=self.args.warmup, profiled=self.args.profile and batch == self.args.batch)
+        replayed = CAPTURED in row.overrides
+        steps, warmup = (self.args.steps, self.args.warmup) if replayed else (self.args.steps_eager, self.args.warmup_eager)
+        result = measure(config, steps=steps, warmup=warmup, profiled=self.args.profile and batch >= self.args.batch)
         return {"batch_size": batch, "held_before_bytes": held, **result}
 
     # Rows
@@ -215,29 +230,32 @@ class Run:
         _clean()
 
     def attempt(self, run: Callable[[], dict[str, Any]], row: Row) -> dict[str, Any]:
+        faulthandler.dump_traceback_later(self.args.stuck)
         try:
             return _named(row) | run()
         except Exception as fault:
             if not isinstance(fault, torch.OutOfMemoryError):
                 print(f"rank {self.rank}, {row.name}: {traceback.format_exc()[-1500:]}", flush=True)
             return _named(row) | {"error": f"{type(fault).__name__}: {str(fault).splitlines()[0][:250]}"}
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def keep(self, part: str, record: dict[str, Any]) -> None:
         self.found[part].append(record)
         if self.rank:
             return
-        if part in ("speed", "host") and "error" not in record:
-            captured = CAPTURED in record["overrides"]
-            singles = [r for r in self.found[part] if r["gpus"] == 1 and "error" not in r and (CAPTURED in r["overrides"]) == captured]
+        ladder_like = part in ("captured", "speed", "copies", "host")
+        if ladder_like and "error" not in record:
+            singles = [r for r in self.found[part] if r["gpus"] == 1 and "error" not in r]
             if singles and record["gpus"] > 1:
                 record["scaling"] = record["samples_per_s"] / record["gpus"] / singles[0]["samples_per_s"]
             self.say(f"{part}: {ladder.line(record, SEVERAL)}  {record['step_ms_range']}")
         else:
             told = {k: v for k, v in record.items() if k not in ("losses", "one GPU", "overrides")}
             self.say(f"{part}: {told}")
-        name = {"speed": f"train-{self.args.preset}-scaling", "host": f"train-{self.args.preset}-host"}.get(part, f"parallel-{part}")
+        name = f"train-{self.args.preset}-{part}" if ladder_like else f"parallel-{part}"
         data: Any = {"environment": environment(torch.device("cuda", 0) if self.cuda else torch.device("cpu")), "rows": self.found[part]}
-        if part in ("speed", "host"):
+        if ladder_like:
             data = {"ladder": "scaling", "overrides": self.speed_settings(record.get("batch_size", self.args.batch)), **data}
         (self.args.out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
 
@@ -246,7 +264,7 @@ def _named(row: Row) -> dict[str, Any]:
     return {"row": row.name, "gpus": row.gpus, "overrides": list(row.overrides)}
 
 
-def losses(path: Path, settings: Sequence[str], steps: int, batch: int = 256) -> list[float]:
+def losses(path: Path, settings: Sequence[str], steps: int, batch: int) -> list[float]:
     """Of ``steps`` steps on the same global batches of ``batch`` samples: rank r of W takes the r-th of W parts of each."""
     resolved = resolve(load_config(path, settings))
     config = resolved.config
@@ -292,25 +310,28 @@ def _clean() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("equal", "ne", "speed", "host"))
+    parser.add_argument("parts", nargs="+", choices=("captured", "equal", "copies", "speed", "exact", "ne", "host"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--preset", default="base", help="of speed and host")
+    parser.add_argument("--preset", default="base", help="of the rows that are timed")
     parser.add_argument("--preset-equal", default="small", help="of equal and ne")
-    parser.add_argument("--recipe", default="bf16", help="of speed and host")
-    parser.add_argument("--batch", type=int, default=512, help="samples a GPU, of speed")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--preset-exact", default="tiny")
+    parser.add_argument("--recipe", default="bf16", help="of the rows that are timed")
+    parser.add_argument("--batch", type=int, default=512, help="samples a GPU of the rows that are timed")
+    parser.add_argument("--batch-copies", type=int, default=1536, help="of copies: so many that the device bounds a step, not the host")
+    parser.add_argument("--steps", type=int, default=20, help="of captured rows")
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps-eager", type=int, default=10, help="of the other rows")
+    parser.add_argument("--warmup-eager", type=int, default=4)
     parser.add_argument("--steps-equal", type=int, default=200, help="at most")
     parser.add_argument("--steps-ne", type=int, default=300)
     parser.add_argument("--batch-ne", type=int, default=256, help="samples a GPU, of ne")
     parser.add_argument("--eval-rows", type=int, default=100_000)
-    parser.add_argument("--row", action="append", default=[], help="of speed: only this one; may be repeated")
+    parser.add_argument("--row", action="append", default=[], help="of the ladder: only this one; may be repeated")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
-    parser.add_argument("--profile", action="store_true", help="speed: times of communication, from three more steps")
+    parser.add_argument("--profile", action="store_true", help="times of communication, from three more steps")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no row is begun")
-    parser.add_argument("--after", type=Path, help="time nothing before this file exists: another benchmark runs beside")
-    parser.add_argument("--after-limit", type=float, default=75.0, help="seconds after which it is not waited for any more")
     parser.add_argument("--least", type=float, default=8.0, help="seconds that must be left to begin a row")
+    parser.add_argument("--stuck", type=float, default=60.0, help="seconds after which a row tells where it is")
     parser.add_argument("--runs", default="/tmp/parallel-runs", help="run folders of ne")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

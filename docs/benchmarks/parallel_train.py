@@ -117,6 +117,8 @@ class Run:
                 if "exact" in parts:
                     self.refer("exact", min(EXACT, self.args.steps_equal))
             if self.rank == 0:
+                if self.args.after is not None:
+                    self.wait()
                 for part, captured in (("captured", True), ("speed", False)):
                     for row in self.ladder_rows(captured=captured, gpus=1) if part in parts else ():
                         self.keep(part, self.attempt(lambda row=row: self.timed(row, self.args.batch), row))
@@ -124,6 +126,18 @@ class Run:
                 for row in self.ladder_rows(captured=False, gpus=1) if "host" in parts else ():
                     self.keep("host", self.attempt(lambda row=row: self.timed(row, 8), row))
                     _clean()
+
+    def wait(self) -> None:
+        """Compile, then wait for what runs beside."""
+        row = self.ladder_rows(captured=False, gpus=1)[0]
+        config = load_config(self.config(self.args.preset, "random"), [*self.speed_settings(self.args.batch), *row.overrides])
+        measure(config, steps=1, warmup=1)
+        _clean()
+        self.say("compiled")
+        until = self.began + self.args.after_limit
+        while not self.args.after.exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        self.say(f"{self.args.after.name} {'is there' if self.args.after.exists() else 'never came'}")
 
     def refer(self, part: str, steps: int) -> None:
         self.references[part] = losses(self.equal_config(part), self.equal_settings(part), steps, BATCHES[part])
@@ -330,6 +344,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--profile", action="store_true", help="times of communication, from three more steps")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no row is begun")
+    parser.add_argument("--after", type=Path, help="time nothing before this file exists: something else runs beside")
+    parser.add_argument("--after-limit", type=float, default=75.0, help="seconds after which it is not waited for any more")
     parser.add_argument("--least", type=float, default=8.0, help="seconds that must be left to begin a row")
     parser.add_argument("--stuck", type=float, default=60.0, help="seconds after which a row tells where it is")
     parser.add_argument("--runs", default="/tmp/parallel-runs", help="run folders of ne")

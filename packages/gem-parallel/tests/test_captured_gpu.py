@@ -83,4 +83,5 @@ def test_two_processes_replay_what_they_compute(name, tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FBGEMM if n in ("whole copies", "touched rows", "torchrec") else ()) for n in TWO])
 def test_two_gpus_replay_what_they_compute(name, tmp_path):
-    check(run_processes(2, three_ways, {"parallel": TWO[name], "sizes": uneven()}, tmp_path, backend="cpu:gloo,cuda:nccl"))
+    task = {"parallel": TWO[name], "sizes": uneven()}
+    check(run_processes(2, three_ways, task, tmp_path, timeout=60, backend="cpu:gloo,cuda:nccl"))

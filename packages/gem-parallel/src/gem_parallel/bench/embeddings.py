@@ -8,7 +8,8 @@ single steps by CUDA events, the slowest rank's; memory peaks are of the steps a
 
 The share of gathers and reduce-scatters that a dense tower hides is ``1 - (t - t0) / x``: t the step with tower and exchange between
 replicas, t0 the same without that exchange, x the exchange alone. Of ``t - t0`` the tower stands still, waiting for rows, for
-``waiting``; the rest is slower products.
+``waiting``; the rest is slower products. By the copy engine, the step is also timed without what takes SMs: sums, and copies of the own
+part.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from gem_core.model.contract import Lookup, TableSet, TableSpec
 from gem_core.train.mesh import Mesh
 from gem_parallel.bench import peers, report
 from gem_parallel.collectives.copy_engine import CopyEngineGather, CopyEngineSource
+from gem_parallel.collectives.members import CudaMembers
 from gem_parallel.sparse.comm import Lane, axes
 from gem_parallel.sparse.config import Gem2dConfig
 from gem_parallel.sparse.rowwise import segment_sum
@@ -357,10 +359,14 @@ class Tower(nn.Module):
         return x.float().mean()
 
 
+EXCHANGE = ((Lane, "all_gather"), (Lane, "reduce_mean"), (CopyEngineSource, "gather"), (CopyEngineGather, "mean"))
+SUMS, OWN_COPIES = (CudaMembers, "mean"), (CudaMembers, "copy")
+"""Of the copy engine's exchange: the parts that take SMs."""
+
+
 @contextmanager
-def without_exchange() -> Iterator[None]:
-    """Gathers and reduce-scatters do nothing: only for timing."""
-    places = [(Lane, "all_gather"), (Lane, "reduce_mean"), (CopyEngineSource, "gather"), (CopyEngineGather, "mean")]
+def without(*places: tuple[type, str]) -> Iterator[None]:
+    """Methods do nothing: only for timing."""
     kept = [getattr(kind, name) for kind, name in places]
     for kind, name in places:
         setattr(kind, name, lambda self, *given: None)
@@ -427,8 +433,13 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     with waits_marked(bench) as marks:
         bench.timed(step, a.steps, a.warmup)
     waiting = bench.slowest(sum(bench.between(*pair) for pair in marks) / (a.steps + a.warmup))
-    with without_exchange():
-        bare = bench.slowest(statistics.median(bench.timed(step, a.steps, a.warmup)))
+    left_out = {"without exchange ms": EXCHANGE}
+    if name == "copy-engine":
+        left_out |= {"without sums ms": (SUMS,), "without own copies ms": (OWN_COPIES,), "without both ms": (SUMS, OWN_COPIES)}
+    partly = {}
+    for what, places in left_out.items():
+        with without(*places):
+            partly[what] = bench.slowest(statistics.median(bench.timed(step, a.steps, a.warmup)))
     module._settle()
     alone = bench.slowest(statistics.median(bench.timed(exchange, a.steps, a.warmup)))
     rounds = 2 if schedule == "article" else 1  # gathers a step
@@ -436,8 +447,9 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     total = alone + gathers
     told = ("NCCL" if name == "default" else name) + (f", {sms} SMs" if sms else "")
     row = {
-        "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, "without exchange ms": bare,
-        "waiting ms": waiting, "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - bare) / total),
+        "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, **partly, "waiting ms": waiting,
+        "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - partly["without exchange ms"]) / total),
+        "not waited for %": 100 * (1 - waiting / total),
     }  # fmt: skip
     bench.say(str(row))
     return row

@@ -9,12 +9,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gem_core.model.casts import CastWeights, cast_once, product_weights
+from gem_core.model.casts import CastWeights, WeightCasts, product_weights
 from gem_core.model.config import GemConfig
 from gem_core.model.gem import Gem
 from gem_core.model.layers import TokenMix
 from gem_core.model.tables import LocalTables
 from gem_core.testing.models import random_batch, sample_features
+
+
+def cast_once(places):
+    return WeightCasts(lambda: places, torch.bfloat16).swapped()
+
 
 OPTIONS = {
     "dim": 8, "embedding_dim": 8, "layers": 2,
@@ -34,7 +39,7 @@ def model():
 def trained(together):
     made, batch = model()
     places = product_weights(made, [made.heads, made.tables]) if together else []
-    with torch.autocast("cpu", torch.bfloat16), cast_once(places, torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), cast_once(places):
         logits = made(batch).logits
     logits.float().square().sum().backward()
     return logits, {name: p.grad for name, p in made.named_parameters()}
@@ -68,7 +73,7 @@ def test_no_weight_of_a_layer_is_cast_by_itself():
     assert len(places) > 20
     seen = []
     for used in (places, []):
-        with Casts(weights) as counted, torch.autocast("cpu", torch.bfloat16), cast_once(used, torch.bfloat16):
+        with Casts(weights) as counted, torch.autocast("cpu", torch.bfloat16), cast_once(used):
             made(batch)
         seen.append(sum(counted.seen.values()))
     assert seen[0] == 0
@@ -81,7 +86,7 @@ def test_parameters_are_back_afterwards_whatever_happens():
     before = dict(made.named_parameters())
 
     def fail():
-        with cast_once(product_weights(made), torch.bfloat16):
+        with cast_once(product_weights(made)):
             assert made.layers[0].blocks[name].attention.out.weight.dtype == torch.bfloat16
             raise ZeroDivisionError
 
@@ -109,7 +114,7 @@ def test_what_is_cast():
     )
     net["d"].weight = tied.weight
     assert product_weights(net, [net["mix"]]) == [(net["a"], "weight"), (net["c"], "bias"), (net["d"], "bias")]
-    with cast_once([], torch.bfloat16):
+    with cast_once([]):
         pass
 
 
@@ -122,3 +127,37 @@ def test_gradients_of_other_layouts_and_absent_ones():
     assert torch.equal(b.grad, grads[1].float())
     assert c.grad is None
     assert torch.equal(z, c.bfloat16())
+
+
+def test_kept_weights_follow_their_parameters_and_keep_their_gradients():
+    made, batch = model()
+    casts = WeightCasts(lambda: product_weights(made, [made.heads, made.tables]), torch.bfloat16)
+    kept = casts.keep(200)
+    assert 5 < len(kept) < len(casts.places)
+    assert all(torch.equal(k.copy, k.parameter.bfloat16()) for k in kept)
+    with torch.no_grad():
+        kept[0].parameter.mul_(2)
+    kept[1].copy.detach().zero_()
+    with torch.autocast("cpu", torch.bfloat16), casts.swapped():
+        logits = made(batch).logits
+    assert torch.equal(kept[0].copy, kept[0].parameter.bfloat16())
+    assert not kept[1].copy.any(), "copies of unchanged parameters are not written again"
+    logits.float().square().sum().backward()
+    assert all(k.parameter.grad is None and k.copy.grad.dtype == torch.bfloat16 for k in kept)
+    others = [p for _, p in made.layers.named_parameters() if not any(p is k.parameter for k in kept)]
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in others)
+    assert casts.keep(200) == kept
+
+
+def test_gradients_of_kept_weights_are_those_of_the_others():
+    made, batch = model()
+    casts = WeightCasts(lambda: product_weights(made, [made.heads, made.tables]), torch.bfloat16)
+    kept = casts.keep(1)
+    with torch.autocast("cpu", torch.bfloat16), casts.swapped():
+        logits = made(batch).logits
+    logits.float().square().sum().backward()
+    expected, wanted = trained(True)
+    assert torch.equal(logits, expected)
+    names = {id(p): name for name, p in made.named_parameters()}
+    for k in kept:
+        assert torch.equal(k.copy.grad.float(), wanted[names[id(k.parameter)]])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gem_core.model.casts import cast_once, product_weights
+from gem_core.model.casts import WeightCasts, product_weights
 from gem_core.model.config import InteractionConfig, WukongConfig
 from gem_core.model.experts import SummedExperts
 from gem_core.model.wukongs import summed, together
@@ -74,11 +74,11 @@ def test_gradients_are_those_of_differences():
 def test_under_autocast_with_weights_cast_together():
     layer = made(dtype=torch.float32)
     x, dy = torch.randn(2, 64, 5, 4).bfloat16()
-    places = product_weights(layer)
+    casts = WeightCasts(lambda: product_weights(layer), torch.bfloat16)
 
     def cast(compute):
         def run(experts, leaf):
-            with torch.autocast("cpu", torch.bfloat16), cast_once(places, torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16), casts.swapped():
                 return compute(experts, leaf)
 
         return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from torch.nn import functional as F
 
 from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
 from gem_core.errors import ConfigError
+from gem_core.hookspecs import KernelSpec
 from gem_core.model.contract import TableState
+from gem_core.ops import adamw
+from gem_core.ops.contract import YES as YES_IT_CAN
+from gem_core.ops.dispatch import offering
 from gem_core.train.optim import DenseAdamW, RowwiseAdagrad, schedule_factor, sums_without_waiting
 from gem_core.train.runtime import Runtime
 
@@ -227,3 +232,76 @@ def test_on_a_gpu_the_updates_equal_the_cpu_and_wait_for_nothing():
         results.append((state.weight.detach().cpu(), state.accumulator.cpu()))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@contextmanager
+def an_implementation():
+    """Of the update, on CPUs: its definition."""
+    with offering(
+        KernelSpec(adamw.OP, "definition", lambda _problem, update: (adamw.reference(update), ()), None, lambda _: YES_IT_CAN, 10)
+    ):
+        yield
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_parameters_with_copies_are_updated_as_without(clip):
+    """Gradients in bf16 at the copies: the same steps as from the same gradients in fp32, and the copies are the parameters, rounded."""
+    options = DenseOptimizer(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    torch.manual_seed(0)
+    nets = [nn.Linear(5, 4), nn.Linear(5, 4)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    copy = nets[1].weight.detach().bfloat16().requires_grad_()
+    with an_implementation():
+        with_copy = DenseAdamW(dict(nets[1].named_parameters()), options, copies={"weight": copy})
+    plain = DenseAdamW(dict(nets[0].named_parameters()), options)
+    for step in range(6):
+        for optimizer in (plain, with_copy):
+            optimizer.set_lr(0.1 / (step + 1))
+        if step != 2:  # a step without its gradient
+            gradient = torch.randn(4, 5).bfloat16()
+            nets[0].weight.grad, copy.grad = gradient.float(), gradient
+        for net in nets:
+            net.bias.grad = torch.full((4,), float(step))
+        ok = NO if step == 3 else YES
+        norms = [optimizer.grad_norm() for optimizer in (plain, with_copy)]
+        torch.testing.assert_close(norms[0], norms[1])
+        for optimizer, norm in zip((plain, with_copy), norms):
+            optimizer.step(ok, clip, norm)
+        assert copy.grad is None
+        assert torch.equal(copy, nets[1].weight.bfloat16())
+        for a, b in zip(nets[0].parameters(), nets[1].parameters()):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    states = [dict(optimizer.state_items()) for optimizer in (plain, with_copy)]
+    assert states[0].keys() == states[1].keys()
+    assert states[1]["weight.step"] == 4
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_state_of_parameters_with_copies_can_be_restored():
+    torch.manual_seed(0)
+    net = nn.Linear(5, 4, bias=False)
+    copy = net.weight.detach().bfloat16().requires_grad_()
+    results = []
+    with an_implementation():
+        optimizer = DenseAdamW({"weight": net.weight}, DenseOptimizer(lr=0.1), copies={"weight": copy})
+        for gradient in torch.randn(3, 4, 5):
+            copy.grad = gradient.bfloat16()
+            optimizer.step(YES, None, None)
+        kept = {key: value.clone() for key, value in optimizer.state_items()}, net.weight.detach().clone()
+        again = DenseAdamW({"weight": net.weight}, DenseOptimizer(lr=0.1), copies={"weight": copy})
+    for key, target in again.targets(kept[0]).items():
+        target.copy_(kept[0][key])
+    for each in (optimizer, again):
+        with torch.no_grad():
+            net.weight.copy_(kept[1])
+        copy.grad = torch.ones(4, 5).bfloat16()
+        each.step(YES, None, None)
+        results.append(net.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_copies_need_an_implementation():
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="adamw"):
+        DenseAdamW(dict(net.named_parameters()), DenseOptimizer(), copies={"weight": torch.zeros(2, 2).bfloat16()})

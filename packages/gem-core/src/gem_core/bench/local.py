@@ -7,7 +7,7 @@ are parts of a step too, but no layers: they have no FLOPs, and the local MFU is
 The floor of a part is the longer of its FLOPs over the matrix product rate and its least bytes over the copy rate, both rates measured in
 the same run. Least bytes are 3 times inputs and parameters and twice outputs (read once forward; backward inputs are read and their
 gradients written, and gradients of outputs read), those of AdamW 28 a parameter (parameter and two moments read and written, the gradient
-read).
+read; with a copy in 16 bits that is written, the gradient has 16 bits too).
 """
 
 from __future__ import annotations
@@ -134,11 +134,12 @@ def _tables(parts: Parts, step: TrainStep, batch: Batch, repeats: int) -> Part:
 def _optimizer(step: TrainStep, device: torch.device, repeats: int) -> Part:
     """Gradient norm and AdamW of the dense part."""
     dense = step.dense
-    gradients = {name: torch.randn_like(p) for name, p in dense.parameters.items()}
+    read = {name: dense.copies.get(name, p) for name, p in dense.parameters.items()}
+    gradients = {name: torch.randn_like(p) for name, p in read.items()}
     good = torch.ones((), dtype=torch.bool, device=device)
 
     def run() -> None:
-        for name, p in dense.parameters.items():
+        for name, p in read.items():
             p.grad = gradients[name]
         dense.step(good, step.config.train.clip_norm, dense.grad_norm())
 

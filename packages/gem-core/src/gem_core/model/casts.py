@@ -5,8 +5,9 @@ Autocast casts each weight by itself where it is used: hundreds of launches a st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,21 +60,75 @@ def product_weights(module: nn.Module, without: Sequence[nn.Module] = ()) -> lis
     return [(owner, name) for owner, name in found if owners[id(owner._parameters[name])] == 1]
 
 
-@contextmanager
-def cast_once(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the parameters at ``places`` are their values in ``dtype``, with gradients to the parameters.
+class WeightCasts:
+    """The weights of a module's matrix products in ``dtype`` during its forward passes (`swapped`), with gradients to the parameters.
 
-    Only for what is neither compiled nor distributed: the gradients of all these parameters are there at the end of the backward pass only,
-    so that nothing could be sent meanwhile.
+    Those that are kept (`keep`) have a copy of their own in ``dtype`` instead, which persists and is a leaf: gradients stay at the copy.
+    Who updates the parameter behind PyTorch's back writes the copy as well; other changes of it are noticed by `refresh`.
+
+    Only for what is neither compiled nor distributed: the gradients of the parameters are there at the end of the backward pass only, so
+    that nothing could be sent meanwhile.
+
+    :param find: gives the places, (owner, name) each; asked at first use.
     """
-    own = [owner._parameters[name] for owner, name in places]
-    if not own:
-        yield
-        return
-    try:
-        for (owner, name), cast in zip(places, CastWeights.apply(dtype, *own)):
-            owner._parameters[name] = cast
-        yield
-    finally:
-        for (owner, name), parameter in zip(places, own):
-            owner._parameters[name] = parameter
+
+    def __init__(self, find: Callable[[], Sequence[tuple[nn.Module, str]]], dtype: torch.dtype) -> None:
+        self._find, self.dtype = find, dtype
+        self._places: list[tuple[nn.Module, str]] | None = None
+        self._kept: dict[tuple[int, str], Kept] = {}
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        if self._places is None:
+            self._places = list(self._find())
+        return self._places
+
+    def keep(self, least: int) -> list[Kept]:
+        """From now on parameters of at least ``least`` values that want gradients have copies that persist."""
+        for owner, name in self.places:
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            large = parameter.numel() >= least and parameter.requires_grad and parameter.is_contiguous()
+            if large and (id(owner), name) not in self._kept:
+                copy = torch.empty_like(parameter, dtype=self.dtype, requires_grad=True)
+                self._kept[id(owner), name] = Kept(parameter, copy)
+        self.refresh()
+        return list(self._kept.values())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write the copies of parameters that have changed."""
+        changed = [k for k in self._kept.values() if k.seen != k.state()]
+        if changed:
+            torch._foreach_copy_([k.copy for k in changed], [k.parameter for k in changed])
+        for k in changed:
+            k.seen = k.state()
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the parameters at the places are their values in ``dtype``."""
+        self.refresh()
+        own = [owner._parameters[name] for owner, name in self.places]
+        kept = [self._kept.get((id(owner), name)) for owner, name in self.places]
+        others = [p for p, k in zip(own, kept) if k is None]
+        cast = iter(CastWeights.apply(self.dtype, *others) if others else ())
+        try:
+            for (owner, name), k in zip(self.places, kept):
+                value: Any = next(cast) if k is None else k.copy
+                owner._parameters[name] = value
+            yield
+        finally:
+            for (owner, name), parameter in zip(self.places, own):
+                owner._parameters[name] = parameter
+
+
+@dataclass(eq=False)
+class Kept:
+    """A parameter and its copy; ``seen`` is the parameter's state when the copy was last written."""
+
+    parameter: nn.Parameter
+    copy: Tensor
+    seen: tuple[int, int] | None = None
+
+    def state(self) -> tuple[int, int]:
+        return self.parameter.data_ptr(), self.parameter._version

@@ -15,6 +15,7 @@ from gem_core import ops
 from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
 from gem_core.errors import ConfigError
 from gem_core.model.contract import Shards, TableState
+from gem_core.ops.adamw import Update, implementation
 from gem_core.train.runtime import Runtime
 from gem_core.train.shards import copies, here, like
 
@@ -132,6 +133,9 @@ class DenseAdamW:
 
     Parameters that a strategy has sharded (DTensors) are updated shard by shard: every rank updates what it holds, and the state is
     sharded as the parameter is. ``lr_on_device``: the learning rate is a tensor there, so that a recorded step reads it anew each time.
+
+    :param copies: by name, copies of parameters in lower precision that the products of a pass read and that have the gradients, for one
+        process with an implementation of the op "adamw": it updates parameter and copy in one pass.
     """
 
     def __init__(
@@ -141,9 +145,10 @@ class DenseAdamW:
         runtime: Runtime | None = None,
         *,
         lr_on_device: bool = False,
+        copies: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
-        self.runtime = runtime
+        self.runtime, self.config = runtime, config
         # The optimizer sees this rank's values as plain tensors: its fused kernel takes no mixture of meshes.
         self.local = {name: p if here(p) is p else nn.Parameter(here(p)) for name, p in self.parameters.items()}
         matrices = [p for p in self.local.values() if p.dim() > 1]
@@ -161,8 +166,17 @@ class DenseAdamW:
             if self.parameters
             else None
         )
+        self.copies = dict(copies or {})
+        device = next(iter(self.copies.values())).device if self.copies else None
+        self._update = None if device is None else implementation(device.type)
+        if self.copies and self._update is None:
+            raise ValueError("copies need an implementation of the op adamw")
+        self._lr = torch.full((), config.lr, device=device)
+        self._steps = torch.zeros(len(self.copies), device=device)
+        self._step_of = dict(zip(self.copies, self._steps.unbind()))
 
     def set_lr(self, lr: float) -> None:
+        self._lr.fill_(lr)
         for group in self.adamw.param_groups if self.adamw else ():
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -172,6 +186,11 @@ class DenseAdamW:
     @torch.no_grad()
     def grad_norm(self) -> Tensor | None:
         """Global norm of the gradients there are, the same on every rank."""
+        if self.copies:
+            kept = [g for g in map(self._gradient, self.copies) if g is not None]
+            others = [p.grad for name, p in self.parameters.items() if name not in self.copies and p.grad is not None]
+            norms = [n for grads in (kept, others) if grads for n in torch._foreach_norm(grads, 2, dtype=torch.float32)]
+            return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
         if all(here(p) is p for p in self.parameters.values()):
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             return torch.nn.utils.get_total_norm(grads, foreach=True) if grads else None
@@ -191,6 +210,8 @@ class DenseAdamW:
         """Clip to the global norm ``clip`` and update, unless the device flag ``ok`` is false; drops the gradients."""
         if self.adamw is None:
             return
+        if self.copies:
+            self._step_with_copies(ok, clip, norm)
         for name, parameter in self.parameters.items():
             local = self.local[name]
             if local is not parameter:
@@ -202,6 +223,34 @@ class DenseAdamW:
         self.adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """Of a parameter with a copy: the copy's; fp32 where the parameter was read as it is, too."""
+        own, at_copy = self.parameters[name].grad, self.copies[name].grad
+        return own if at_copy is None else at_copy if own is None else own + at_copy
+
+    def _step_with_copies(self, ok: Tensor, clip: float | None, norm: Tensor | None) -> None:
+        assert self.adamw is not None
+        assert self._update is not None
+        given = {name: g.contiguous() for name in self.copies if (g := self._gradient(name)) is not None}
+        if not given:
+            return
+        scale = None if clip is None or norm is None else (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grads_with_norm_
+        torch._foreach_add_([self._step_of[name] for name in given] if len(given) < len(self.copies) else [self._steps], ok.float())
+        corrections = torch.stack([1 - beta ** self._steps.double() for beta in self.config.betas], 1).float()
+        for (name, copy), correction in zip(self.copies.items(), corrections):
+            parameter = self.parameters[name]
+            if name in given:
+                state = self.adamw.state[parameter]
+                if not state:
+                    zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    state.update({"step": self._step_of[name], **zeros})
+                decay = self.config.weight_decay if parameter.dim() > 1 else 0.0
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                own, low = parameter.detach(), copy.detach()
+                betas, eps = self.config.betas, self.config.eps
+                self._update(Update(own, given[name], *moments, low, self._lr, correction, scale, ok, betas, eps, decay))
+            parameter.grad = copy.grad = None
 
     def state_items(self) -> Iterable[tuple[str, Tensor | Shards]]:
         """``<parameter>.exp_avg``, ``<parameter>.exp_avg_sq``, ``<parameter>.step`` of the parameters that were ever updated."""
@@ -219,6 +268,8 @@ class DenseAdamW:
                 continue
             parameter, local = self.parameters[name], self.local[name]
             value = torch.zeros((), device=local.device) if part == "step" else torch.zeros_like(local)
+            if part == "step" and name in self._step_of:
+                value = self._step_of[name]
             self.adamw.state[local][part] = value
             found[key] = value if part == "step" or local is parameter else like(parameter, value)
         return found

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from gem_core.batch import Batch, SparseGroup
 from gem_core.config import Config
 from gem_core.errors import ConfigError
+from gem_core.model.casts import WeightCasts
 from gem_core.model.contract import ModelOutput
 from gem_core.model.loss import task_loss
 from gem_core.model.tables import LocalTables, sparse_group
+from gem_core.ops.adamw import implementation
 from gem_core.train.build import Parts
 from gem_core.train.captured import Captured, Recorded, check_capture, cuts, give_back, reads_what_the_batch_says
 from gem_core.train.feed import Fed
@@ -64,7 +66,11 @@ class TrainStep:
         self._whole_tables = _adamw_tables(parts) if config.train.tables.kind == "adamw" else {}
         self._cuts = capture and cuts(parts, runtime)
         recorded = capture and runtime.device.type == "cuda"
-        self.dense = DenseAdamW({**parts.dense_parameters(), **self._whole_tables}, config.train.optimizer, runtime, lr_on_device=recorded)
+        dense = {**parts.dense_parameters(), **self._whole_tables}
+        self._casts = _casts_to_keep(parts, config, runtime)
+        kept = {} if self._casts is None else {id(k.parameter): k.copy for k in self._casts.keep(KEPT)}
+        copies = {name: kept[id(p)] for name, p in dense.items() if id(p) in kept}
+        self.dense = DenseAdamW(dense, config.train.optimizer, runtime, lr_on_device=recorded, copies=copies)
         self.tables: RowwiseAdagrad | None = None
         self._gate = torch.ones((), dtype=torch.bool, device=runtime.device)
         if parts.tables is not None and not self._whole_tables:
@@ -117,6 +123,8 @@ class TrainStep:
         """``following``: the batch after ``batches``, where it is known and `looks_ahead`."""
         totals = [sum(f.weight for f in batches), float(sum(f.host.size for f in batches)), float(stop)]
         if self._captured is not None:
+            if self._casts is not None:
+                self._casts.refresh()  # a replayed forward pass does not look
             room = self._captured.enter(batches[0].batch, totals)
             with self._unmarked():
                 if self._cuts:
@@ -269,6 +277,17 @@ class TrainStep:
             return _Gate.apply(rows, self._gate) if rows.requires_grad else rows  # type: ignore[no-untyped-call]
 
         return {key: (gate(v[0]), v[1]) if isinstance(v, tuple) else gate(v) for key, v in looked_up.items()}
+
+
+KEPT = 1 << 19
+"""Values of a parameter from which on its copy for matrix products is kept, and updated with it: a launch of its own costs less."""
+
+
+def _casts_to_keep(parts: Parts, config: Config, runtime: Runtime) -> WeightCasts | None:
+    """The recipe's casts, where the optimizer can write them and nothing but it reads gradients: one process, one micro-batch a step."""
+    casts: WeightCasts | None = getattr(parts.model, "weight_casts", None)
+    plain = runtime.world == 1 and parts.module is parts.model and config.train.accumulate == 1
+    return casts if casts is not None and plain and implementation(runtime.device.type) is not None else None
 
 
 def _adamw_tables(parts: Parts) -> dict[str, nn.Parameter]:

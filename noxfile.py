@@ -1,11 +1,13 @@
 """Everything that a contributor or CI runs; ``nox --list`` tells what there is.
 
 Environments are reused and hold the packages editable. On a machine without a GPU the CPU builds are pinned first, so that nothing
-pulls CUDA; on one with a GPU the interpreter's own CUDA torch is used where there is one, else the CUDA builds are installed.
+pulls CUDA; on one with a GPU a CUDA torch that is there is used, else the CUDA builds are installed. Without an index pip takes all it
+needs from a folder of wheels: ``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER``.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shutil
@@ -23,24 +25,39 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
 
 TORCH, TRITON, FBGEMM, TORCHREC = "2.13.0", "3.6.0", "1.8.0", "1.8.0"
-OLDEST_TORCHREC = ("1.6.0", "1.6.1")
-"""FBGEMM and TorchRec of the oldest torch."""
+TORCHREC_OF = {"2.11": ("1.6.0", "1.6.1"), "2.13": (FBGEMM, TORCHREC)}
+"""Release of torch -> FBGEMM, TorchRec."""
 TORCHREC_NEEDS = ("tensordict", "torchmetrics==1.0.3", "tqdm", "iopath", "pyre-extensions", "orjson", "pyvers", "importlib_metadata")
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 GPU = shutil.which("nvidia-smi") is not None
 
 
-def _own_cuda_torch() -> str | None:
-    """Version of the CUDA torch of the interpreter that nox's environments are made from, if it has one."""
-    python = getattr(sys, "_base_executable", sys.executable)
-    code = "import torch; print(torch.__version__ if torch.version.cuda else '')"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+_ASK_FOR_TORCH = """
+import json, sys
+from importlib.metadata import version
+import torch
+if torch.version.cuda and list(sys.version_info[:2]) == json.loads(sys.argv[1]):
+    print(json.dumps([version("torch"), [folder for folder in sys.path if folder.endswith("-packages")]]))
+"""
+
+
+def _own_cuda_torch() -> tuple[str, list[str]] | None:
+    """Version and package folders of the CUDA torch that is there: nox's own, that of ``python3``, or of what its environment was made of.
+
+    The version is the distribution's, which pip compares pins with; ``torch.__version__`` may say more (``+cu130``).
+    """
+    for python in dict.fromkeys((sys.executable, shutil.which("python3"), getattr(sys, "_base_executable", None))):
+        if python is not None:
+            command = [python, "-c", _ASK_FOR_TORCH, json.dumps(sys.version_info[:2])]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0 and done.stdout.strip():
+                version, folders = json.loads(done.stdout.splitlines()[-1])
+                return version, folders
+    return None
 
 
 OWN_TORCH = _own_cuda_torch() if GPU else None
-VENV = ["--system-site-packages"] if OWN_TORCH else []
 
 PACKAGES = tuple(sorted(path.parent.name for path in Path("packages").glob("*/pyproject.toml")))
 EXTRAS = {"gem-core": "[log]"}
@@ -61,7 +78,12 @@ QUIET_THREADS = {"OMP_NUM_THREADS": "1", "GEM_PLUGINS_STRICT": "1"}
 def _install_torch(session: nox.Session) -> list[str]:
     """Install torch before anything can ask for it; returns the pins that hold it in place."""
     if OWN_TORCH:
-        return [f"torch=={OWN_TORCH}"]
+        version, folders = OWN_TORCH
+        own = session.run_install("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+        # not --system-site-packages: made from the Python of an environment, a new one sees the packages below that, not those in it
+        line = f"import site; [site.addsitedir(folder) for folder in {folders!r}]\n"
+        Path(str(own).strip(), "own_torch.pth").write_text(line)
+        return [f"torch=={version}"]
     if GPU or platform.system() != "Linux":
         session.install(f"torch=={TORCH}")
         return [f"torch=={TORCH}"]
@@ -84,22 +106,40 @@ def _install(session: nox.Session, packages: tuple[str, ...], *tools: str) -> No
         session.install("--no-build-isolation", "-c", constraints.name, *editable, *tools)
 
 
-def _install_torchrec(session: nox.Session, fbgemm: str = FBGEMM, torchrec: str = TORCHREC) -> None:
-    """TorchRec's metadata asks for the CUDA build of FBGEMM under any circumstances, hence --no-deps and its needs by hand."""
-    if OWN_TORCH:
+def _install_torchrec(session: nox.Session, release: str | None = None) -> None:
+    """What belongs to a release of torch. TorchRec's metadata asks for the CUDA build of FBGEMM under any circumstances, hence --no-deps
+    and its needs by hand. Beside a torch that was there: what is there, else what can be had."""
+    if release or not OWN_TORCH:
+        fbgemm, torchrec = TORCHREC_OF[release or _release(TORCH)]
+        session.install("--no-deps", f"fbgemm-gpu{'' if GPU else '-cpu'}=={fbgemm}", f"torchrec=={torchrec}")
+        session.install(*TORCHREC_NEEDS)
         return
-    session.install("--no-deps", f"fbgemm-gpu{'' if GPU else '-cpu'}=={fbgemm}", f"torchrec=={torchrec}")
-    session.install(*TORCHREC_NEEDS)
+    ask = "from importlib.util import find_spec; print(bool(find_spec('torchrec') and find_spec('fbgemm_gpu')))"
+    if str(session.run("python", "-c", ask, silent=True)).strip() == "True":
+        return
+    found = TORCHREC_OF.get(_release(OWN_TORCH[0]))
+    try:
+        if found is None:
+            session.warn(f"no FBGEMM is known to belong to torch {OWN_TORCH[0]}: tests that need it skip")
+        else:
+            session.install("--no-deps", f"fbgemm-gpu=={found[0]}", f"torchrec=={found[1]}")
+            session.install(*TORCHREC_NEEDS)
+    except CommandFailed:
+        session.warn("FBGEMM and TorchRec cannot be had here: tests that need them skip")
 
 
-@nox.session(venv_params=VENV)
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+@nox.session
 def quickstart(session: nox.Session) -> None:
     """Install everything, generate a log, train `tiny` on it and evaluate. Replaces the run of an earlier quick start."""
     _install(session, PACKAGES)
     session.run("gemrec", "train", *(session.posargs or ["--overwrite"]))
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 def tests(session: nox.Session) -> None:
     """Every test: each package's own in a clean environment that holds only that package, then those that cross packages.
 
@@ -108,18 +148,18 @@ def tests(session: nox.Session) -> None:
     _install(session, PACKAGES, *TEST_TOOLS, *PEERS)
     _install_torchrec(session)
     if session.posargs:
-        session.run("pytest", *session.posargs, env=QUIET_THREADS)
+        session.run("python", "-m", "pytest", *session.posargs, env=QUIET_THREADS)
         return
     failed = [name for name in PACKAGES if not _passes_alone(session, name)]
     try:
-        session.run("pytest", "-n", "2", "--dist", "loadgroup", "tests", env=QUIET_THREADS)
+        session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadgroup", "tests", env=QUIET_THREADS)
     except CommandFailed:
         failed.append("tests/")
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 @nox.parametrize("package", PACKAGES)
 def tests_package(session: nox.Session, package: str) -> None:
     """Tests of one package, editable, with only the core beside it."""
@@ -128,10 +168,10 @@ def tests_package(session: nox.Session, package: str) -> None:
         _install_torchrec(session)
     else:
         _install(session, tuple(dict.fromkeys(("gem-core", package))), *TEST_TOOLS, *TEST_NEEDS.get(package, ()))
-    session.run("pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
+    session.run("python", "-m", "pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 @nox.parametrize("package", PACKAGES)
 def isolated(session: nox.Session, package: str) -> None:
     """The wheel of one package, installed with its declared needs into a fresh environment: imports, lists itself, passes its tests."""
@@ -150,10 +190,10 @@ def isolated(session: nox.Session, package: str) -> None:
         else:
             session.install("-c", str(constraints), *TEST_NEEDS.get(package, ()), "pytest")
     session.run("gemrec", "plugins")
-    session.run("pytest", "-n", "2", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
+    session.run("python", "-m", "pytest", "-n", "2", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 @nox.parametrize("package", PACKAGES)
 def dist(session: nox.Session, package: str) -> None:
     """Source archive and wheel of one package into dist/: contents listed and checked, each installed, imported, listed as a plug-in."""
@@ -176,7 +216,7 @@ def dist(session: nox.Session, package: str) -> None:
         session.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", package)
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 @nox.parametrize("package", PACKAGES)
 def minimums(session: nox.Session, package: str) -> None:
     """Tests of one package with the lowest version of every dependency that it and the core declare, warnings shown.
@@ -188,10 +228,10 @@ def minimums(session: nox.Session, package: str) -> None:
     editable = [word for name in dict.fromkeys(("gem-core", package)) for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     needs = () if package == "gem-parallel" else TEST_NEEDS.get(package, ())
     session.install("--no-build-isolation", *_constrained(session, pins), *editable, *TEST_TOOLS, *needs)
-    session.run("pytest", "-n", "2", "-W", "default", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
+    session.run("python", "-m", "pytest", "-n", "2", "-W", "default", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 def compat(session: nox.Session) -> None:
     """Every test with the oldest torch that the packages declare (opt in: it is downloaded; without a CPU wheel the CUDA one, 3 GB)."""
     oldest = _lowest(PACKAGES, keep=("torch",))["torch"]
@@ -202,17 +242,17 @@ def compat(session: nox.Session) -> None:
     session.install(*BUILD_TOOLS)
     editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     session.install("--no-build-isolation", *_constrained(session, [f"torch=={oldest}"]), *editable, *TEST_TOOLS, *PEERS)
-    _install_torchrec(session, *OLDEST_TORCHREC)
-    session.run("pytest", "-n", "2", *(session.posargs or ["packages"]), env=QUIET_THREADS)
+    _install_torchrec(session, _release(oldest))
+    session.run("python", "-m", "pytest", "-n", "2", *(session.posargs or ["packages"]), env=QUIET_THREADS)
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 def core_against_released(session: nox.Session) -> None:
     """This core beside the released plug-ins (their last tags, or the commit before): nothing that they use may break."""
     _mixed(session, released=tuple(name for name in PACKAGES if name != "gem-core"))
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 def plugins_against_released_core(session: nox.Session) -> None:
     """These plug-ins beside the released core (its last tag, or the commit before)."""
     _mixed(session, released=("gem-core",))
@@ -226,14 +266,14 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 def gpu(session: nox.Session) -> None:
-    """The tests that need a GPU, on a machine that has one; with arguments: pytest's own."""
+    """The tests that need a GPU, on a machine that has one, four at a time; with arguments: pytest's own."""
     if not GPU:
         session.error("there is no GPU on this machine (no nvidia-smi)")
-    _install(session, PACKAGES, *TEST_TOOLS, *PEERS)
+    _install(session, PACKAGES, *TEST_TOOLS)
     _install_torchrec(session)
-    session.run("pytest", "-m", "gpu or multigpu", *(session.posargs or ["packages", "tests"]), env=QUIET_THREADS)
+    session.run("python", "-m", "pytest", "-m", "gpu or multigpu", *(session.posargs or ["-n", "4"]), env=QUIET_THREADS)
 
 
 @nox.session
@@ -286,14 +326,14 @@ def release(session: nox.Session, package: str) -> None:
     session.log(f"tagged {package}-v{version}; archives are in dist/{package}. Push the commit and the tag, then upload.")
 
 
-@nox.session(venv_params=VENV)
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff (rules and format), and mypy in strict mode; what it does not judge is named in pyproject.toml."""
     _install(session, PACKAGES, "ruff", "mypy", "pytest")
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
-    session.run("mypy", *map(str, Path("docs/examples").glob("*/src")))
+    session.run("python", "-m", "ruff", "check", ".")
+    session.run("python", "-m", "ruff", "format", "--check", ".")
+    session.run("python", "-m", "mypy", *(f"packages/{name}/src" for name in PACKAGES))
+    session.run("python", "-m", "mypy", *map(str, Path("docs/examples").glob("*/src")))
 
 
 def _constrained(session: nox.Session, pins: list[str]) -> tuple[str, str]:
@@ -364,7 +404,7 @@ def _mixed(session: nox.Session, released: tuple[str, ...]) -> None:
         session.install("--force-reinstall", "--no-deps", *wheels)
         session.install(*_constrained(session, pins), *wheels, *TEST_TOOLS, *PEERS)
     session.run("gemrec", "plugins", env=QUIET_THREADS)
-    session.run("pytest", *(session.posargs or ["tests/test_quickstart.py", "tests/test_readmes.py"]), env=QUIET_THREADS)
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/test_quickstart.py", "tests/test_readmes.py"]), env=QUIET_THREADS)
 
 
 def _passes_alone(session: nox.Session, package: str) -> bool:

@@ -207,6 +207,31 @@ def test_what_training_would_refuse_is_refused(trained: Path, serve):
             package._id("x", ids, 1.5)
 
 
+def test_an_id_of_another_type_is_refused(trained: Path, serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The integer 7 and the text "7" are other ids: whoever reads the other one is told, instead of predicting from a stranger's row."""
+    package, row = serve.Package(trained / "package"), rows()[1]
+    ids = package.manifest["features"]["ids"]
+    held = {name: ids[f"sparse.{name}"]["holds"] for name in ("number", "query", "pair", "word")}
+    assert held == {"number": ["integers"], "query": ["text"], "pair": ["text", "integers"], "word": None}
+    for wrong, kind in (({"number": "7"}, "integers"), ({"query": 7}, "text"), ({"seen_tags": [[7]] * len(row["seen_at"])}, "text")):
+        with pytest.raises(serve.Refused, match=f"where training read {kind}"):
+            package.predict([{**row, **wrong}])
+    table = pq.read_table(trained / "rows.parquet")
+    at = table.schema.get_field_index("number")
+    pq.write_table(table.set_column(at, "number", table["number"].cast(pa.string())), tmp_path / "rows.parquet")
+    asked = (
+        ["predict", str(trained / "run"), str(tmp_path / "rows.parquet"), "--out", str(tmp_path / "out.parquet")],
+        ["eval", str(trained / "run"), "--set", f"data.parquet.root={tmp_path}"],
+        ["train", str(trained / "config.toml"), "--run-dir", str(tmp_path / "run"), "--set", f"data.parquet.eval={tmp_path}/rows.parquet"],
+    )
+    for words in asked:
+        capsys.readouterr()
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "the column holds text, " in told
+        assert "number" in told
+
+
 def test_a_vocabulary_that_grows_keeps_its_places(trained: Path, tmp_path: Path):
     config, before = str(trained / "config.toml"), json.loads((trained / "fitted.json").read_text())
     assert main(["data", "vocab", config, "--extend", str(trained / "fitted.json"), "--out", str(tmp_path / "more.json")]) == 0

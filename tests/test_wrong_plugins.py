@@ -36,6 +36,8 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
                       "deterministic", "results differ between runs"),
     "kernel-mute": ("kernel", {'no("RMSNorm only")': 'no("")'}, "supports something", "a refusal must give its reason"),
     "kernel-alias": ("kernel", {"((wide * rstd[:, None]).to(x.dtype), None)": "(x.copy_(wide * rstd[:, None]), None)"}, "opcheck", ""),
+    "kernel-result": ("kernel", {"((wide * rstd[:, None]).to(x.dtype), None)": "(wide * rstd[:, None]).to(x.dtype)"},
+                      "matches reference", "the result of forward is a tensor; the contract wants a tuple (y, residual_out)"),
     "kernel-dtype": ("kernel", {"((wide * rstd[:, None]).to(x.dtype), None)": "(wide * rstd[:, None], None)"},
                      "matches reference", "result 0 has dtype torch.float32, the tensors torch.bfloat16"),
     "source-overlap": ("source", {"yield self.fetch(places + self.first)": "yield self.fetch(places % 150 + self.first)"},
@@ -49,6 +51,9 @@ FAULTS: dict[str, tuple[str, dict[str, str], str, str]] = {
                       "a length is the batches of an epoch", "the length is 3, 10 batches came"),
     "source-order": ("source", {"Shuffle(self.cursor.total, self.seed, epoch)": "Shuffle(self.cursor.total, self.seed, 0)"},
                      "training is shuffled by seed and epoch", "the second epoch has the order of the first"),
+    "source-label": ("source", {"(ids % 3 == 0).float()": "(ids % 3).float()"}, "labels are 0 or 1", "labels of click hold 2.0"),
+    "source-id": ("source", {"torch.from_numpy(numbers % 100)": "torch.from_numpy(numbers % 100) + 1"},
+                  "batches are what features declare", "sparse.item: the id 100 is outside its table, [0, 100)"),
     "source-split": ("source", {"        if split not in sizes:\n": '        split = split if split in sizes else "test"\n        if 0:\n'},
                      "misuse is refused", "{'split': 'trian'} gives"),
     "recipe-coarse": ("recipe", {"x.to(torch.bfloat16), self.weight.to(torch.bfloat16)":

@@ -194,6 +194,9 @@ class Package:
         kind = way["way"]
         if not isinstance(value, KINDS[kind]):
             raise Refused(f"{path}: {value!r} is of a type that training did not read there")
+        for one, holds in zip(value if kind == "cross" else (value,), way.get("holds") or ()):
+            if isinstance(one, int) != (holds == "integers"):
+                raise Refused(f"{path}: {one!r}, where training read {holds}: it would be another id")
         if kind == "edges":
             return bisect.bisect_right(way["edges"], value)
         if kind == "hash":

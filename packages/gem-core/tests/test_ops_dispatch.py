@@ -205,3 +205,32 @@ def test_problem_holds_what_a_choice_may_depend_on() -> None:
     assert problem.present == {"q_offsets", "bias_position"}
     assert len(set(seen)) == 1, "lengths must not make another problem"
     assert hash(problem) == hash(dataclasses.replace(problem))
+
+
+NORM = next(s for s in ops.builtin_specs() if s.op == "norm")
+
+
+def _altered(part: str, alter: Any) -> KernelSpec:
+    whole = getattr(NORM, part)
+    return dataclasses.replace(NORM, name="mine", **{part: lambda *args: alter(whole(*args))})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (
+            _altered("forward", lambda a: (a[0][0], a[1])),
+            r"the result of forward is a tensor; the contract wants a tuple \(y, residual_out\)",
+        ),
+        (_altered("forward", lambda a: a[0][0]), r"forward returned a tensor; the contract wants \(result, saved\)"),
+        (
+            _altered("forward", lambda a: (a[0], a[1][:-1])),
+            r"forward saved 4 values; the contract wants \(normed, weight, bias, mean, rstd\)",
+        ),
+        (_altered("backward", lambda a: a[0]), r"backward returned a tensor; .* for each of \(x, weight, bias\)"),
+        (_altered("backward", lambda a: a[:2]), r"backward returned 2 values; .* for each of \(x, weight, bias\)"),
+    ],
+)
+def test_a_kernel_that_breaks_the_contract_is_told_where(kernel: KernelSpec, words: str) -> None:
+    with dispatch.offering(kernel), pytest.raises(OpError, match=f"'mine' does not keep the contract of norm: {words}"):
+        ops.norm(torch.ones(3, 4, requires_grad=True), backend="mine").sum().backward()

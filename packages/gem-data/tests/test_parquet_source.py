@@ -124,7 +124,7 @@ def build(folder, features=FEATURES, **how):
     return SPEC.build(config, features, **{"split": "train", "batch_size": 16, **how})
 
 
-@pytest.mark.parametrize("check", source_checks(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", source_checks(FEATURES), ids=lambda c: c.__name__)
 def test_conformance(check, folder):
     check(lambda **how: build(folder, prefetch=0, **how))
 
@@ -523,3 +523,15 @@ def test_state_of_other_files_is_refused(folder, tmp_path):
 def test_batches_equal_with_and_without_threads(folder):
     for a, b in zip(build(folder, prefetch=0), build(folder, prefetch=3), strict=True):
         assert_same_batch(a, b)
+
+
+def test_a_hashed_column_has_one_type_in_all_files(tmp_path):
+    """Numbers in one file and text in another would be two ids for one thing."""
+    features = Features.model_validate({"sparse": {"user": {"hash": True, "rows": 9}, "both": {"cross": ["user", "place"], "rows": 9}}})
+    for name, kind in (("a", pa.int32()), ("b", pa.int64()), ("c", pa.string())):
+        columns = {"user": pa.array([1, 2], pa.int64()).cast(kind), "place": ["here", None]}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    alike = ParquetSource([tmp_path / "a.parquet", tmp_path / "b.parquet"], features, batch_size=2)
+    assert alike.hashed == {"sparse.user": ["integers"], "sparse.both": ["integers", "text"]}
+    with pytest.raises(DataError, match=r"holds integers, and text elsewhere[^$]*user"):
+        ParquetSource(tmp_path, features, batch_size=2)

@@ -39,7 +39,7 @@ def build(path, features=FEATURES, **how):
     return SPEC.build(SPEC.config_type(path=str(path)), features, **{"split": "train", "batch_size": 16, **how})
 
 
-@pytest.mark.parametrize("check", source_checks(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", source_checks(FEATURES), ids=lambda c: c.__name__)
 def test_conformance(check, database):
     check(lambda **how: build(database, **how))
 

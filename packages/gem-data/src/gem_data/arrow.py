@@ -141,6 +141,11 @@ def floats(array: pa.Array) -> tuple[NDArray[np.floating[Any]], Bools | None]:
     return values.astype(np.float32 if values.dtype == np.float32 else np.float64, copy=False), mask
 
 
+def hashed_kind(kind: pa.DataType) -> str | None:
+    """What `hashes` takes a type for: the integer 7 and the text "7" have different hashes."""
+    return None if pa.types.is_null(kind) else "integers" if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else "text"
+
+
 def hashes(array: pa.Array, salt: int) -> tuple[U64, Bools | None]:
     """The stated 64-bit hash of integers, booleans, text and bytes ``[n]``, and the null mask."""
     kind = array.type

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_core.config.features import Features, Ids, Sequence
+from gem_core.config.features import Features, Ids, Sequence, Sparse
 from gem_core.errors import ConfigError
 from gem_core.sources.fitted import load_fitted
 from gem_core.sources.hashing import salt_of
@@ -21,9 +22,12 @@ from gem_data.values import Site, Way, vocabulary
 
 
 class Decoder:
-    """Turns chunks into blocks. ``columns``: all columns that the features read."""
+    """Turns chunks into blocks. ``columns``: all columns that the features read.
 
-    def __init__(self, features: Features) -> None:
+    :param hashed: what the columns of hashed ids must hold, as `hashed` tells it of another decoder.
+    """
+
+    def __init__(self, features: Features, hashed: Mapping[str, list[str]] | None = None) -> None:
         self.features = features
         self._ways: dict[str, Way] = {}
         fitted = load_fitted(features)
@@ -43,6 +47,7 @@ class Decoder:
                 salt_of(table) if ids.salt is None else ids.salt,
                 None if edges is None else np.asarray(edges, dtype=np.float64),
                 None if words is None else vocabulary(words),
+                dict(zip(_hashed_columns(path, ids), (hashed or {}).get(path, ()))),
             )
         for name, spec in features.dense.items():
             if spec.policy == "default" and spec.default is None:
@@ -50,6 +55,14 @@ class Decoder:
         self.columns = tuple(dict.fromkeys(self._columns()))
         if not self.columns:
             raise ConfigError("[features] declares nothing to read", fix="run 'gemrec data inspect PATH' for a table that fits a file")
+
+    @property
+    def hashed(self) -> dict[str, list[str]]:
+        """Path of a feature with hashed ids -> "integers" or "text", what its column holds, or both columns of a cross; what was not seen
+        yet, or is a folder of the path, is left out."""
+        columns = {path: _hashed_columns(path, ids) for path, ids in self.features.id_features().items()}
+        kinds = {path: self._ways[path].kinds for path in columns}
+        return {path: [kinds[path][c] for c in names] for path, names in columns.items() if names and kinds[path].keys() >= set(names)}
 
     def leaves(self, file: DataFile, more: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Leaf columns of ``file`` to read for the features and for ``more`` columns.
@@ -249,6 +262,13 @@ class Decoder:
     def _weights(chunk: Chunk, column: str) -> NDArray[np.float32]:
         site = Site(chunk, column, "weight")
         return _usable_weights(site, *site.read(arrow.floats, chunk.scalar(column)))
+
+
+def _hashed_columns(path: str, ids: Ids) -> tuple[str, ...]:
+    """Columns whose values are hashed."""
+    if isinstance(ids, Sparse) and ids.cross is not None:
+        return ids.cross
+    return (_column(ids, path.rpartition(".")[2]),) if ids.hash else ()
 
 
 def _column(spec: Any, name: str) -> str:

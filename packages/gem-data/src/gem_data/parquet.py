@@ -110,6 +110,11 @@ class ParquetSource(IterableDataset[Batch]):
         return self._cursor.total
 
     @property
+    def hashed(self) -> dict[str, list[str]]:
+        """What the columns of hashed ids hold; see `gem_core.sources.contract.Source`."""
+        return self._rows.decoder.hashed
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """All row groups with rows that pass the filters, in the order of the files."""
         return self._epochs.units

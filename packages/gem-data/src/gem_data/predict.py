@@ -58,7 +58,7 @@ def write_predictions(
     """
     opened = [path for path in paths if isinstance(path, DataFile)]
     files = opened or find_files([str(path) for path in paths])
-    decoder = Decoder(predict.features)
+    decoder = Decoder(predict.features, predict.hashed)
     for file in files:
         decoder.check(file)
     kept = _columns(predict, files, columns)

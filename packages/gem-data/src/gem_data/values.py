@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from gem_core.sources.hashing import cross, to_rows
 from gem_core.sources.transform import scaled
 from gem_data import arrow
 from gem_data.arrow import Array, Bools, Ints, WrongType
-from gem_data.columns import Chunk
+from gem_data.columns import Chunk, locate
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Site:
         for offsets in reversed(self.offsets):
             position = np.searchsorted(offsets, position, side="right") - 1
         return position
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the column is a folder of the path."""
+        return locate(self.chunk.file, self.column).constant is not None
 
     def read(self, convert: Callable[..., Any], array: pa.Array, *args: Any) -> Any:
         try:
@@ -63,12 +68,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Way:
-    """From values to ids of a table of ``rows`` rows: the ``salt`` of a hash, ``edges`` of buckets, or the ``words`` of a vocabulary."""
+    """From values to ids of a table of ``rows`` rows: the ``salt`` of a hash, ``edges`` of buckets, or the ``words`` of a vocabulary.
+
+    ``kinds``: column -> "integers" or "text", what was hashed so far; one column is one of both.
+    """
 
     rows: int
     salt: int
     edges: NDArray[np.float64] | None = None
     words: pa.Array | None = None
+    kinds: dict[str, str] = field(default_factory=dict)
 
 
 def vocabulary(values: list[Any]) -> pa.Array:
@@ -93,7 +102,7 @@ def ids(site: Site, array: pa.Array, spec: Ids, way: Way) -> Ints:
         values, missing, known = site.read(arrow.places, array, way.words)
         values = _known(site, values, known if missing is None else known | missing, array, spec)
     elif spec.hash:
-        hashed, missing = site.read(arrow.hashes, array, way.salt)
+        hashed, missing = _hashed(site, array, way)
         values = to_rows(hashed, way.rows)
     else:
         values, missing = site.read(arrow.integers, array)
@@ -101,9 +110,21 @@ def ids(site: Site, array: pa.Array, spec: Ids, way: Way) -> Ints:
     return _filled(site, values, missing, spec)
 
 
+def _hashed(site: Site, array: pa.Array, way: Way) -> Any:
+    """Hashes and the null mask. A folder's ``key=value`` is a number or text as each value is, so it is not held against others."""
+    kind = arrow.hashed_kind(array.type)
+    found = site.read(arrow.hashes, array, way.salt)
+    if kind is not None and not site.is_constant and way.kinds.setdefault(site.column, kind) != kind:
+        site.fail(
+            f"the column holds {kind}, and {way.kinds[site.column]} elsewhere: the same id would have two hashes",
+            "store it in one type in all files, that of training where a model reads it",
+        )
+    return found
+
+
 def crossed(sites: list[Site], arrays: list[pa.Array], spec: Ids, way: Way) -> Ints:
     """Table rows ``[n]`` of pairs of values."""
-    (a, no_a), (b, no_b) = (site.read(arrow.hashes, array, way.salt) for site, array in zip(sites, arrays))
+    (a, no_a), (b, no_b) = (_hashed(site, array, way) for site, array in zip(sites, arrays))
     missing = no_a if no_b is None else no_b if no_a is None else no_a | no_b
     return _filled(sites[0], to_rows(cross(a, b), way.rows), missing, spec)
 

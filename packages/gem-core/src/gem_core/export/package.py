@@ -33,7 +33,7 @@ from gem_core.sources.fitted import Fitted, load_fitted
 from gem_core.sources.hashing import salt_of
 from gem_core.train.build import task_names
 from gem_core.train.checkpoint import Checkpoint, check_fit
-from gem_core.train.offline import run_config
+from gem_core.train.offline import hashed_in, run_config
 from gem_core.train.pack import read_json
 from gem_core.train.runfolder import RunFolder, environment
 from gem_core.train.runtime import Runtime
@@ -98,7 +98,7 @@ def export_run(
         fitted = load_fitted(config.features)
         if fitted.vocabularies:
             (folder / "vocabularies.json").write_text(json.dumps(fitted.vocabularies, ensure_ascii=False), encoding="utf-8")
-        told = manifest(config, model, features, inputs, fitted, checkpoint, where, files)
+        told = manifest(config, model, features, inputs, fitted, checkpoint, where, files, hashed_in(RunFolder(run)))
         told["evaluation"] = _evaluation(RunFolder(run))
         (folder / "manifest.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         if out.exists():
@@ -123,13 +123,15 @@ def manifest(
     checkpoint: Checkpoint,
     device: torch.device,
     files: Mapping[str, str],
+    hashed: Mapping[str, list[str]],
 ) -> dict[str, Any]:
     """The content of manifest.json.
 
     ``program.inputs``: name, dtype, what its rows count, and for embedding rows the table and how ids are pooled. ``features``: the part of
     the run's ``[features]`` that the program reads, and in ``ids`` how values become rows of tables: ``way`` is "hash" (``salt``), "cross"
     (two columns, ``salt``), "vocabulary", "edges" (``edges``) or "id" (the value itself), into ``rows`` rows, with ``default`` and
-    ``policy`` for what is missing or unknown. The hash is that of `gem_core.sources.hashing`.
+    ``policy`` for what is missing or unknown; ``holds``: for hashes "integers" or "text" (for a cross of each column), what training read,
+    if it is known. The hash is that of `gem_core.sources.hashing`.
     """
     retrieval = isinstance(model, Retrieval)
     read = {i.feature for i in inputs if i.feature is not None} | {"dense"}
@@ -142,7 +144,7 @@ def manifest(
         "vectors": {n: s.model_dump(mode="json") for n, s in features.vectors.items() if f"vectors.{n}" in read},
         "sparse": {n: s.model_dump(mode="json") for n, s in features.sparse.items() if f"sparse.{n}" in read},
         "sequences": {n: s.model_dump(mode="json") for n, s in features.sequences.items() if n in histories},
-        "ids": {path: _way(path, ids, features, fitted) for path, ids in known.items()},
+        "ids": {path: {**_way(path, ids, features, fitted), "holds": hashed.get(path)} for path, ids in known.items()},
     }
     kind = "retrieval" if retrieval else "ranking"
     return {

@@ -176,10 +176,8 @@ def _define_forward(definition: OpDefinition) -> None:
         problem = problem_for(definition, named, sizes, spec)
         kernel = dispatch.choose(problem, decoded.backend)
         with without_autocast(problem.device):
-            result, saved = kernel.forward(problem, *named.values(), **{n: sizes[n] for n in contract.sizes})
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        made = [saved[contract.saved.index(n)] for n in contract.made]
-        return _plain([_dense(t, args[0]) for t in (*outputs, *made)])
+            answer = kernel.forward(problem, *named.values(), **{n: sizes[n] for n in contract.sizes})
+        return _plain([_dense(t, args[0]) for t in _results(contract, kernel.name, answer)])
 
     def fake(*args: Any) -> tuple[Tensor, ...] | Tensor:
         named, sizes, spec = _unpack(definition, args)
@@ -219,6 +217,9 @@ def _define_backward(definition: OpDefinition) -> None:
         assert kernel.backward is not None  # what was chosen has one
         with without_autocast(problem.device):
             result = kernel.backward(problem, args[: len(names)], dout, needs)
+        if not isinstance(result, (tuple, list)) or len(result) != len(contract.differentiable):
+            wanted = f"a gradient, or None, for each of ({', '.join(contract.differentiable)})"
+            raise _broken(contract, kernel.name, f"backward returned {_described(result)}; the contract wants {wanted}")
         like = next(t for t in named.values() if t is not None)
         grads: list[Any] = [t if need else None for t, need in zip(result, needs)]
         siblings_of_one = siblings.place(_ranges(args[-1]), grads)
@@ -286,6 +287,35 @@ def _define_autograd(definition: OpDefinition) -> None:
 def _unpack(definition: OpDefinition, args: Sequence[Any]) -> tuple[dict[str, Tensor | None], Sizes, str]:
     n = len(definition.contract.tensors)
     return dict(zip(definition.contract.tensors, args[:n])), dict(zip(definition.sizes, args[n:-1])), args[-1]
+
+
+def _results(contract: OpContract, kernel: str, answer: Any) -> tuple[Tensor | None, ...]:
+    """What a kernel's forward gave: outputs, then what was made for backward.
+
+    :raises OpError: it is not what the contract says; torch would tell it by a schema that the kernel's author never wrote.
+    """
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise _broken(contract, kernel, f"forward returned {_described(answer)}; the contract wants (result, saved)")
+    result, saved = answer
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    if len(outputs) != len(contract.outputs):
+        names = ", ".join(contract.outputs)
+        wanted = f"a tuple ({names}), None for what is absent" if len(contract.outputs) > 1 else f"a tensor ({names})"
+        raise _broken(contract, kernel, f"the result of forward is {_described(result)}; the contract wants {wanted}")
+    if contract.made and (not isinstance(saved, (tuple, list)) or len(saved) != len(contract.saved)):
+        raise _broken(contract, kernel, f"forward saved {_described(saved)}; the contract wants ({', '.join(contract.saved)})")
+    return *outputs, *(saved[contract.saved.index(n)] for n in contract.made)
+
+
+def _broken(contract: OpContract, kernel: str, what: str) -> OpError:
+    fix = f"mend the kernel by gem_core.ops.contracts()[{contract.op!r}], or choose another one (gemrec plugins --ops)"
+    return OpError(f"the kernel {kernel!r} does not keep the contract of {contract.op}: {what}", fix=fix)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"a {type(value).__name__}"
 
 
 def _dense(t: Tensor | None, like: Tensor) -> Tensor:

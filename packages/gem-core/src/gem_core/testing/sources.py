@@ -2,12 +2,13 @@
 
 Give it a factory with the keywords of ``SourceSpec.build`` after ``config`` and ``features``; every check raises AssertionError::
 
-    @pytest.mark.parametrize("check", source_checks(), ids=lambda c: c.__name__)
+    @pytest.mark.parametrize("check", source_checks(features), ids=lambda c: c.__name__)
     def test_source(check):
         check(lambda **how: build(config, features, **how))
 
-The source must give ``Batch.sample_ids``, and a training split of at least 50 samples for the checks to say anything. What it makes of bad
-input only its author can show; `check_bad_input` holds the answer to the rule::
+``features`` is the ``[features]`` table that the source is built with. The source must give ``Batch.sample_ids``, and a training split of
+at least 50 samples for the checks to say anything. What it makes of bad input only its author can show; `check_bad_input` holds the answer
+to the rule::
 
     def test_a_null_label(tmp_path):
         check_bad_input(lambda: build(config, features_of(write(tmp_path, label=None))), "label", "part-3", "row 17")
@@ -26,7 +27,9 @@ import torch
 from torch import Tensor
 
 from gem_core.batch import Batch
+from gem_core.config.features import Features
 from gem_core.errors import GemError
+from gem_core.jagged import Jagged
 from gem_core.sources.contract import Source
 from gem_core.testing.rules import named
 
@@ -35,14 +38,24 @@ Check = Callable[[Factory], None]
 _CHECKS: list[Check] = []
 
 
-def source_checks() -> list[Check]:
-    """All checks, to be parametrised over."""
-    return list(_CHECKS)
+def source_checks(features: Features | None = None) -> list[Check]:
+    """All checks, to be parametrised over; without ``features`` all but the one that batches are what these declare."""
+    if features is None:
+        return list(_CHECKS)
+
+    @named
+    def batches_are_what_features_declare(make: Factory) -> None:
+        """Every batch has the numbers, ids, histories and labels of `[features]`, and every id lies in its table: [0, rows)."""
+        for split in ("train", "eval", "test"):
+            for batch in _source(make, split):
+                _fits(batch, features)
+
+    return [*_CHECKS, batches_are_what_features_declare]
 
 
-def check_source(make: Factory) -> None:
+def check_source(make: Factory, features: Features | None = None) -> None:
     """Run all checks."""
-    for check in _CHECKS:
+    for check in source_checks(features):
         check(make)
 
 
@@ -122,6 +135,29 @@ def _all_once(parts: list[list[Any]], expected: list[Any], what: str) -> None:
     assert len(counts) == len(expected), f"{what}: samples that the epoch does not have"
 
 
+def _fits(batch: Batch, features: Features) -> None:
+    """What a model that was built for ``features`` reads is there, and ids lie in their tables."""
+    assert tuple(batch.dense_names) == tuple(features.dense), f"dense numbers {list(batch.dense_names)}, declared {list(features.dense)}"
+    assert tuple(batch.label_names) == tuple(features.labels), f"labels {list(batch.label_names)}, declared {list(features.labels)}"
+    for name, spec in features.vectors.items():
+        shape = tuple(batch.vectors[name].shape) if name in batch.vectors else None
+        assert shape == (len(batch), spec.dim), f"vectors.{name}: shape {shape}, declared [B, {spec.dim}]"
+    groups = {**batch.sequences, **(batch.requests.sequences if batch.requests is not None else {})}
+    absent = [f"sparse.{n}" for n in features.sparse if batch.sparse is None or n not in batch.sparse.keys]
+    absent += [f"sequences.{n}" for n in features.sequences if n not in groups]
+    absent += [
+        f"sequences.{n}.fields.{f}" for n, s in features.sequences.items() if n in groups for f in s.fields if f not in groups[n].fields
+    ]
+    assert not absent, f"the batch lacks {', '.join(absent)}"
+    for path in features.id_features():
+        kind, name, *rest = path.split(".")
+        found = batch.sparse[name].values if kind == "sparse" else groups[name].fields[rest[-1]]  # type: ignore[index]
+        ids, rows = found.values if isinstance(found, Jagged) else found, features.rows_of(path)
+        assert ids.dtype in (torch.int32, torch.int64), f"{path}: ids are {ids.dtype}"
+        outside = ids[(ids < 0) | (ids >= rows)]
+        assert not outside.numel(), f"{path}: the id {int(outside[0])} is outside its table, [0, {rows})"
+
+
 @_check
 def batches_are_valid(make: Factory) -> None:
     """Every batch passes `Batch.validate`, holds at most batch_size samples, and has the dtypes and members of the first."""
@@ -133,6 +169,18 @@ def batches_are_valid(make: Factory) -> None:
             kinds = kinds or now
             assert now == kinds, f"members changed between batches of {split}: {set(now.items()) ^ set(kinds.items())}"
         assert kinds, f"split {split} is empty"
+
+
+@_check
+def labels_are_0_or_1(make: Factory) -> None:
+    """A label that counts is 0 or 1; one that does not (`label_mask`) is a finite number, since it is multiplied by 0."""
+    for split in ("train", "eval", "test"):
+        for batch in _source(make, split):
+            if batch.labels is not None:
+                assert batch.labels.isfinite().all(), f"{split}: a label is not finite"
+                counts = torch.ones_like(batch.labels, dtype=torch.bool) if batch.label_mask is None else batch.label_mask
+                odd = batch.labels[counts & (batch.labels != 0) & (batch.labels != 1)]
+                assert not odd.numel(), f"{split}: labels of {', '.join(batch.label_names)} hold {float(odd[0])}"
 
 
 @_check

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gem_core.batch import Batch
 from gem_core.config import Config, Features, ResolvedConfig
-from gem_core.errors import ConfigError
+from gem_core.errors import ConfigError, DataError
 from gem_core.hookspecs import Guard
 from gem_core.model.contract import Retrieval, Shards, Tables, TableSet
 from gem_core.model.experts import Elsewhere
@@ -157,6 +157,22 @@ def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Sour
     if distill is not None:
         source = Taught(source, distill.teacher)
     return NextItems(source, resolved.config.features) if training and resolved.config.features.next_item else source
+
+
+def hashed_of(source: Source) -> dict[str, list[str]]:
+    """What the source tells of its columns of hashed ids; see `Source`."""
+    return dict(getattr(getattr(source, "source", source), "hashed", {}))
+
+
+def check_hashed(source: Source, trained: Mapping[str, list[str]]) -> None:
+    """:raises DataError: a column of hashed ids holds numbers where training read text, or the other way round."""
+    for path, kinds in hashed_of(source).items():
+        if path in trained and trained[path] != kinds:
+            raise DataError(
+                f"the column holds {' and '.join(kinds)}, in training {' and '.join(trained[path])}: the same id has another hash",
+                where=f"features.{path}",
+                fix="store it in the type of the training files",
+            )
 
 
 def task_names(features: Features) -> tuple[str, ...]:

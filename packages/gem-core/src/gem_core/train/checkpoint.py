@@ -160,7 +160,11 @@ class CheckpointStore:
         path = self.path(step)
         if not path.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"there is no checkpoint of step {step}; there are: {there}", where=str(self.directory))
+            raise CheckpointError(
+                f"there is no checkpoint of step {step}; there are: {there}",
+                where=str(self.directory),
+                fix="name a step that is there, or put this one back from a copy",
+            )
         meta = read_json(path / "meta.json")
         if not isinstance(meta, dict) or meta.get("format") not in (WHOLE, SHARDED):
             raise CheckpointError(
@@ -198,7 +202,7 @@ class CheckpointStore:
 
         :raises CheckpointError: there is no usable one.
         """
-        problems: dict[int, str] = {}
+        problems = self.gone()
         for step in self.order():
             try:
                 return self.load(step), [f"step {s}: {what}" for s, what in problems.items()]
@@ -209,7 +213,7 @@ class CheckpointStore:
     def set_aside(self, steps: Iterable[int]) -> list[Path]:
         """Rename damaged checkpoints to ``damaged-step-N``, so that nothing takes them for good ones; returns where they are."""
         moved = []
-        for step in steps:
+        for step in filter(set(self.steps()).__contains__, steps):
             aside = self.directory / f"damaged-step-{step}"
             with suppress(OSError):
                 shutil.rmtree(aside, ignore_errors=True)
@@ -222,13 +226,22 @@ class CheckpointStore:
         pointed = self._pointed("latest")
         return sorted(self.steps(), key=lambda s: (s == pointed, s), reverse=True)
 
+    def gone(self) -> dict[int, str]:
+        """The step that the file ``latest`` names and what became of its folder, if that is not there; else nothing."""
+        step = self._pointed("latest")
+        if step is None or self.path(step).is_dir():
+            return {}
+        aside = self.directory / f"damaged-step-{step}"
+        where = f"it was set aside as {aside.name}" if aside.is_dir() else "put it back from a copy to go on from there"
+        return {step: f"the file 'latest' names {self.path(step).name}, which is gone; {where}"}
+
     def unusable(self, found: Mapping[int, str]) -> CheckpointError:
         """The error of there being no usable checkpoint; ``found``: what is wrong with those there."""
         problems = [f"step {step}: {what}" for step, what in found.items()]
         return CheckpointError(
             "no usable checkpoint" + (f": {'; '.join(problems)}" if problems else ""),
             where=str(self.directory),
-            fix="start the run anew (--overwrite), or give another run folder",
+            fix="put a good one back from a copy, start the run anew (--overwrite), or give another run folder",
         )
 
     def recover(self) -> None:

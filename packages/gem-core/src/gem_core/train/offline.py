@@ -16,9 +16,10 @@ from gem_core.errors import CheckpointError, ConfigError
 from gem_core.metrics.slices import SlicedMetrics, record, slicing
 from gem_core.model.contract import Retrieval
 from gem_core.ops import use_policy
-from gem_core.train.build import Parts, build_parts, build_source, task_names
+from gem_core.train.build import Parts, build_parts, build_source, check_hashed, task_names
 from gem_core.train.contract import Results
 from gem_core.train.evaluate import evaluate, metric_builders
+from gem_core.train.pack import read_json
 from gem_core.train.runfolder import RunFolder
 from gem_core.train.runtime import Runtime, runtime
 from gem_core.train.state import load_guard, load_parameters, opened
@@ -49,6 +50,12 @@ def run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     return load_config(folder.config, [*kept, *overrides])
 
 
+def hashed_in(folder: RunFolder) -> dict[str, list[str]]:
+    """What the run's columns of hashed ids held, as far as its source told."""
+    header = read_json(folder.header) if folder.header.is_file() else {}
+    return dict(header.get("hashed") or {}) if isinstance(header, dict) else {}
+
+
 def evaluate_run(
     path: str | Path, *, split: str = "eval", overrides: Iterable[str] = (), step: int | None = None, by: Sequence[str] = ()
 ) -> Evaluation:
@@ -66,6 +73,7 @@ def evaluate_run(
         tasks, builders = task_names(config.features), metric_builders(config.eval)
         slices = [SlicedMetrics(slicing(b, config.features, run.updated), tasks, builders, config.eval.group) for b in dict.fromkeys(by)]
         source = build_source(run.resolved, split, rt)
+        check_hashed(source, run.hashed)
         results, samples = evaluate(parts.module, parts.model, source, config.eval, tasks, rt, slices)
         return Evaluation(run.step, samples, results, rt.main, record(slices))
 
@@ -85,6 +93,8 @@ class LoadedRun:
     parts: Parts
     runtime: Runtime
     step: int
+    hashed: Mapping[str, list[str]] = field(default_factory=dict)
+    """What training's columns of hashed ids held; see `gem_core.sources.contract.Source`."""
 
     def updated(self, table: str) -> Tensor:
         """``[rows]`` bool: the rows of ``table`` that training had updated, which those of ids that it never saw are not.
@@ -113,4 +123,4 @@ def loaded_run(path: str | Path, *, overrides: Iterable[str] = (), step: int | N
         load_parameters(parts, checkpoint)
         if config.precision == run_config(Path(path)).precision:
             load_guard(parts, checkpoint)
-        yield LoadedRun(resolved, parts, rt, checkpoint.step)
+        yield LoadedRun(resolved, parts, rt, checkpoint.step, hashed_in(RunFolder(Path(path))))

@@ -48,6 +48,7 @@ class Predictor:
         self.run, self._pool = run, pool
         self.tasks = task_names(run.resolved.config.features)
         bare: dict[str, Any] = {"labels": {}, "weight": None, "filter": None, "sample_id": None, "columns": ()}
+        self.hashed = run.hashed
         self.features: Features = run.resolved.config.features.model_copy(update=bare)
 
     @property

@@ -53,7 +53,8 @@ class RunFolder:
     def check(self, resume: bool, overwrite: bool) -> bool:
         """Whether there is a checkpoint to continue from. Changes nothing but what an interrupted save of a checkpoint left behind.
 
-        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, or it is no run folder.
+        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, it is no run folder, or all
+            its checkpoints are gone.
         """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError("the run folder is a file", where=str(self.path), fix="give another one: --run-dir")
@@ -71,6 +72,9 @@ class RunFolder:
             )
         if resume:
             self.checkpoints.recover()
+            gone = {} if self.checkpoints.steps() else self.checkpoints.gone()
+            if gone:
+                raise self.checkpoints.unusable(gone)
         return resume and bool(self.checkpoints.steps())
 
     def create(self, config: Config, resume: bool) -> None:

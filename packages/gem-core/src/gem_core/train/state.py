@@ -26,7 +26,7 @@ def newest(store: CheckpointStore, runtime: Runtime) -> tuple[Checkpoint, dict[i
 
     :raises CheckpointError: there is no good one.
     """
-    problems: dict[int, str] = {}
+    problems = runtime.on_main(store.gone)
     for step in runtime.on_main(store.order):
         runtime.progress()
         found = runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world)))

@@ -20,7 +20,7 @@ from gem_core.errors import ConfigError, GemError, NumericsError, RunError
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.train import state
-from gem_core.train.build import agreed_total, build_parts, build_source, flops_of, task_names, total_steps
+from gem_core.train.build import agreed_total, build_parts, build_source, check_hashed, flops_of, hashed_of, task_names, total_steps
 from gem_core.train.continuous import Recency, warm_start
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
@@ -111,7 +111,9 @@ class Trainer:
             self.folder.check_config(self.config)
             self.folder.check_fitted(self.config)
         source = build_source(self.resolved, "train", rt)
-        rehearse(build_source(self.resolved, "eval", rt), self.config.eval, self.tasks, self.config.features)
+        held_out = build_source(self.resolved, "eval", rt)
+        check_hashed(held_out, hashed_of(source))
+        rehearse(held_out, self.config.eval, self.tasks, self.config.features)
         self.parts = build_parts(self.resolved, rt)
         self.total = agreed_total(rt, total_steps(self.config, source))
         schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
@@ -173,6 +175,7 @@ class Trainer:
             "plan": self._describe(),
             "parameters": self.parts.parameter_counts(),
             "fitted": self.fitted,
+            "hashed": hashed_of(self.feed.source),
             "flops_per_sample": None,
             "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -428,7 +431,7 @@ class Trainer:
         for step, problem in damaged.items():
             self._say(f"checkpoint of step {step} not usable: {problem}")
         if damaged:
-            self._say(f"the run goes on from step {checkpoint.step}; set aside: {', '.join(map(str, moved)) or 'nothing could be renamed'}")
+            self._say(f"the run goes on from step {checkpoint.step}" + (f"; set aside: {', '.join(map(str, moved))}" if moved else ""))
         state.load_parameters(self.parts, checkpoint)
         state.load_optimizer(self.parts, self.step.dense, checkpoint)
         shared = checkpoint.state("shared")

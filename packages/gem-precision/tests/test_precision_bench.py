@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gem_core.config import load_config
-from gem_core.errors import DeviceError, NumericsError
+from gem_core.errors import ConfigError, DataError, DeviceError, NumericsError
 from gem_core.train import quickstart_path
 from gem_core.train.offline import evaluate_run
 from gem_precision.bench import gpu, ne, steps
@@ -104,6 +104,59 @@ def test_parity_run(tmp_path, jobs):
     stored = json.loads((tmp_path / "ne.json").read_text())
     assert stored["results"][0]["ratio"] == results[0].ratio
     assert "| mxfp8 |" in (tmp_path / "ne.md").read_text()
+
+
+def test_a_cut_parity_run_goes_on(tmp_path, monkeypatch):
+    """What was trained or predicted is taken as it is and gives the same numbers; another configuration is trained anew; a run that was
+    interrupted is not taken for a trained one."""
+    options = {"train.steps": 4, "data.batch_size": 32, "data.synthetic.users": 100, "data.eval_batch_size": 64, "run.threads": 1}
+    config = load_config(quickstart_path(), options | {"data.synthetic.eval_rows": 200})
+    trained = []
+    real = ne.train
+
+    def counted(config, run_dir, resume, overwrite, quiet):
+        trained.append((run_dir.name, resume))
+        return real(config, run_dir=run_dir, resume=resume, overwrite=overwrite, quiet=quiet)
+
+    monkeypatch.setattr(ne, "train", counted)
+    told = []
+
+    def parity(config) -> list[ne.Parity]:
+        trained.clear()
+        told.clear()
+        return ne.parity(config, tmp_path, variants=ne.VARIANTS[:1], tell=told.append)
+
+    first = parity(config)
+    assert trained == [("bf16-0", False), ("mxfp8-0", False)]
+    assert "4 steps, 200 rows" in told[1]
+    assert parity(config) == first
+    assert not trained
+    assert all("was there" in line for line in told)
+    (tmp_path / "mxfp8-0" / "held-out-eval.pt").unlink()
+    assert parity(config) == first
+    assert not trained
+    assert "was trained, 200 rows" in told[1]
+    summary = tmp_path / "mxfp8-0" / "summary.json"
+    summary.write_text(summary.read_text().replace('"finished"', '"interrupted"'))
+    assert parity(config)[0].ratio == first[0].ratio
+    assert trained == [("mxfp8-0", True)]
+    other = parity(load_config(quickstart_path(), options | {"data.synthetic.eval_rows": 100}))
+    assert trained == [("bf16-0", False), ("mxfp8-0", False)]
+    assert other[0].rows == 100
+    stored = torch.load(tmp_path / "bf16-0" / "held-out-eval.pt", weights_only=True)
+    torch.save(stored | {"labels": 1 - stored["labels"]}, tmp_path / "bf16-0" / "held-out-eval.pt")
+    with pytest.raises(DataError, match="different rows"):
+        parity(load_config(quickstart_path(), options | {"data.synthetic.eval_rows": 100}))
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
+    """In processes of their own; the error is raised at the end, and what was done is there."""
+    options = {"train.steps": 2, "data.batch_size": 32, "data.synthetic.users": 100, "data.eval_batch_size": 64, "run.threads": 1}
+    config = load_config(quickstart_path(), options | {"data.synthetic.eval_rows": 64})
+    broken = ("broken", "mxfp8", {"overrides": {"nothing": "bf16"}})
+    with pytest.raises(ConfigError, match="matches no linear"):
+        ne.parity(config, tmp_path, variants=[broken], jobs=2)
+    assert (tmp_path / "bf16-0" / "held-out-eval.pt").is_file()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

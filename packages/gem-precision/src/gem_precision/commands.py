@@ -66,19 +66,30 @@ def bench_ne(
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs with this many seeds.")] = 1,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes side by side, spread over the GPUs.")] = 1,
     split: Annotated[str, typer.Option("--split", help="Held-out split to compare on: eval or test.")] = "eval",
+    variants: Annotated[str, typer.Option("--variants", help="What to hold against bf16.")] = "mxfp8,fp8-block,naive mxfp8",
 ) -> None:
     """Train a configuration in bf16, mxfp8, fp8-block and a naive mxfp8; print paired 95 % intervals of the NE and AUC ratios on the
     held-out rows.
 
-    Example: gemrec bench precision-ne my.toml --seeds 3 --jobs 9 --out results
+    Runs that --runs holds are not made again: a benchmark that was cut goes on, and one more seed is only that.
+
+    Example: gemrec bench precision-ne my.toml --seeds 3 --jobs 12 --out results
     """
     from gem_core.config import load_config
+    from gem_core.errors import ConfigError
     from gem_core.train import quickstart_path
     from gem_precision.bench import ne
 
     loaded = load_config(quickstart_path() if config is None else config, overrides or ())
-    results = ne.parity(loaded, runs or out / "runs", seeds=range(seeds), jobs=jobs, split=split)
+    known = {label: (label, recipe, options) for label, recipe, options in ne.VARIANTS}
+    if unknown := set(variants.split(",")) - set(known):
+        raise ConfigError(
+            f"there is no variant called {min(unknown)!r}", where="--variants", fix=f"choose of {', '.join(known)}, with commas between"
+        )
+    chosen = [known[label] for label in variants.split(",")]
+    results = ne.parity(loaded, runs or out / "runs", variants=chosen, seeds=range(seeds), jobs=jobs, split=split, tell=print)
     words = ["gemrec bench precision-ne", *([] if config is None else [config.name]), *(f"--set {o}" for o in overrides or ())]
+    words += [] if len(chosen) == len(known) else [f'--variants "{variants}"']
     ne.write(results, out, " ".join([*words, f"--seeds {seeds} --jobs {jobs} --split {split}"]))
     for r in results:
         ratio, low, high = (100 * (v - 1) for v in (r.ratio, r.low, r.high))

@@ -1,7 +1,7 @@
 """NE parity of recipes: train the same run in several precisions and compare the held-out rows pairwise.
 
-Every (recipe, seed) is trained by itself, ``jobs`` of them side by side in processes of their own. Then the held-out rows are read once:
-each of ``jobs`` processes takes a share of them and lets all trained models predict the same batches.
+Every (recipe, seed) is trained by itself, ``jobs`` of them side by side in processes of their own, and predicts the held-out rows as soon
+as it is trained. Logits stay in the run folders: a benchmark that was cut goes on from what is there.
 
 With a_i and b_i the losses of row i by a recipe and by the reference, each the mean over the seeds, the NE ratio is ``r = sum a / sum b``:
 the entropy of the labels, which NE is normalised with, cancels. By the delta method its standard error is
@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gem_core.config import config_from_dict, resolve
+from gem_core.config import config_from_dict, load_config, resolve
 from gem_core.config.load import plain
 from gem_core.config.schema import Config
-from gem_core.errors import ConfigError
+from gem_core.errors import ConfigError, DataError, RunError
 from gem_core.metrics.collect import group_key
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
@@ -99,9 +99,30 @@ class Held:
     groups: Tensor | None
 
     @classmethod
-    def join(cls, shares: Sequence[Held]) -> Held:
-        groups = [s.groups for s in shares if s.groups is not None]
-        return cls(torch.cat([s.logits for s in shares], 1), torch.cat([s.labels for s in shares]), torch.cat(groups) if groups else None)
+    def of_runs(cls, runs: Sequence[Held]) -> Held:
+        """The logits of several runs on the same rows.
+
+        :raises DataError: the rows are not the same.
+        """
+        first = runs[0]
+        for other in runs[1:]:
+            if not torch.equal(first.labels, other.labels):
+                raise DataError(
+                    f"runs predicted different rows ({len(first.labels)} and {len(other.labels)})",
+                    where="--runs",
+                    fix="the data changed between the runs: give another folder",
+                )
+        return cls(torch.cat([run.logits for run in runs]), first.labels, first.groups)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A trained run: its predictions, wall time of the training in seconds, and what its guard decided. ``how``: what was done now."""
+
+    held: Held
+    train_s: float
+    decisions: int
+    how: str
 
 
 def ratio_interval(losses: Tensor, reference: Tensor, groups: Tensor | None = None) -> tuple[float, float]:
@@ -148,39 +169,34 @@ def normalised_entropy(losses: Tensor, labels: Tensor) -> float:
     return float(losses.double().mean()) / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
 
 
-def held_out(folders: Sequence[Path], split: str, share: tuple[int, int]) -> Held:
-    """The logits of the first task for share ``share = (i, of)`` of the labelled rows of ``split``, by the newest checkpoint of every run
-    folder. Guards are restored too: a demoted site stays demoted."""
-    configs = [resolve(run_config(folder)) for folder in folders]
-    first = configs[0].config
-    found: list[Tensor] = []
-    labels: list[Tensor] = []
-    groups: list[Tensor] = []
-    with runtime(first) as rt, use_policy(first.kernels.default, first.kernels.ops), torch.no_grad():
-        modules = []
-        for resolved, folder in zip(configs, folders):
-            parts = build_parts(resolved, rt, trains=False)
-            checkpoint = RunFolder(folder).checkpoints.latest()[0]
-            load_parameters(parts, checkpoint)
-            load_guard(parts, checkpoint)
-            parts.model.eval()
-            modules.append(parts.module)
-        data = first.data
+def held_out(folder: Path, split: str) -> Held:
+    """The logits of the first task for the labelled rows of ``split``, by the newest checkpoint of a run folder. Its guard is restored
+    too: a demoted site stays demoted.
+
+    :raises ConfigError: the split has no labelled rows.
+    """
+    resolved = resolve(run_config(folder))
+    config = resolved.config
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops), torch.no_grad():
+        parts = build_parts(resolved, rt, trains=False)
+        checkpoint = RunFolder(folder).checkpoints.latest()[0]
+        load_parameters(parts, checkpoint)
+        load_guard(parts, checkpoint)
+        parts.model.eval()
+        data, group = config.data, config.eval.group
         source = manager().find("source", data.source).build(
-            configs[0].source, first.features, split=split, batch_size=data.eval_batch_size or data.batch_size, shard=share, seed=0
+            resolved.source, config.features, split=split, batch_size=data.eval_batch_size or data.batch_size, shard=(0, 1), seed=0
         )  # fmt: skip
         for fed in Feed(source, rt.device):
             host = fed.host
-            here = host.labels[:, 0].float()
             kept = slice(None) if host.label_mask is None else host.label_mask[:, 0]
-            logits = torch.stack([module(fed.batch).logits[:, 0].float() for module in modules]).cpu()
-            found.append(logits[:, kept])
-            labels.append(here[kept])
-            if first.eval.group is not None:
-                groups.append(group_key(host, first.eval.group)[kept])
-    if not found:
-        raise ConfigError(f"the split {split!r} has no rows", where="data", fix="choose a source with a held-out part")
-    return Held(torch.cat(found, 1), torch.cat(labels), torch.cat(groups) if groups else None)
+            logits = parts.module(fed.batch).logits[:, 0].float().cpu()
+            found.append((logits[kept], host.labels[:, 0].float()[kept], None if group is None else group_key(host, group)[kept]))
+    if not sum(len(logits) for logits, _, _ in found):
+        raise ConfigError(f"the split {split!r} has no labelled rows", where="data", fix="choose a source with a held-out part")
+    groups = [g for _, _, g in found if g is not None]
+    return Held(torch.cat([x for x, _, _ in found])[None], torch.cat([y for _, y, _ in found]), torch.cat(groups) if groups else None)
 
 
 def parity(
@@ -192,25 +208,28 @@ def parity(
     seeds: Iterable[int] = (0,),
     jobs: int = 1,
     split: str = "eval",
+    tell: Callable[[str], None] | None = None,
 ) -> list[Parity]:
     """Train ``config`` with the recipe ``reference`` and every variant, each seed below ``folder``, and compare on ``split``.
 
     With ``jobs`` > 1 that many processes work side by side, spread over the visible GPUs. Unless ``eval.restore_best`` asks for them, the
-    trainings evaluate nothing on the way: the held-out rows are read once, at the end.
+    trainings evaluate nothing on the way: the held-out rows are read at the end of each. Runs that ``folder`` holds, of the same
+    configuration, are continued or taken as they are. ``tell`` gets a line as each run is done.
 
-    :raises ConfigError: the split has no rows.
+    :raises GemError: what training raises, after the other runs are done; the split has no rows; runs that predicted other rows.
     """
     seeds = tuple(seeds)
     runs = [(label, seed) for seed in seeds for label in (reference, *(v[0] for v in variants))]
     chosen = {label: (recipe, options) for label, recipe, options in ((reference, reference, {}), *variants)}
     folders = [folder / f"{label.replace(' ', '-')}-{seed}" for label, seed in runs]
-    configs = [_with(config, *chosen[label], seed, jobs) for label, seed in runs]
-    trainings = [partial(_train, c, path) for c, path in zip(configs, folders)]
-    shares = [partial(held_out, folders, split, (i, jobs)) for i in range(jobs)]
-    walls = _side_by_side(trainings, jobs)
-    held = Held.join(_side_by_side(shares, jobs))
-    if held.labels.numel() == 0:
-        raise ConfigError(f"the split {split!r} has no labelled rows", where="data", fix="choose a source with a held-out part")
+    tasks = [partial(_run, _with(config, *chosen[label], seed, jobs), path, split) for (label, seed), path in zip(runs, folders)]
+
+    def done(i: int, run: Done) -> None:
+        if tell is not None:
+            tell(f"{runs[i][0]}, seed {runs[i][1]}: {run.how}; training took {run.train_s:.0f} s")
+
+    finished = _side_by_side(tasks, jobs, done)
+    held = Held.of_runs([run.held for run in finished])
     at = {run: i for i, run in enumerate(runs)}
 
     def of(label: str) -> tuple[Tensor, Tensor]:
@@ -240,33 +259,62 @@ def parity(
                 auc + 1.96 * auc_error,
                 tuple(auc_placements(run, held.labels)[0] for run in logits),
                 tuple(auc_placements(run, held.labels)[0] for run in scores),
-                sum(_decisions(folders[at[label, seed]]) for seed in seeds),
-                tuple(walls[at[label, seed]] for seed in seeds),
+                sum(finished[at[label, seed]].decisions for seed in seeds),
+                tuple(finished[at[label, seed]].train_s for seed in seeds),
             )
         )
     return found
 
 
-def _train(config: Config, folder: Path) -> float:
+def _run(config: Config, folder: Path, split: str) -> Done:
+    """What is still to be done of one run: training, from its newest checkpoint if there is one, and predicting. Predictions, or a whole
+    training, of the same configuration are taken as they are; anything else in the folder is overwritten."""
+    run, file = RunFolder(folder), folder / f"held-out-{split}.pt"
+    mine = run.config.is_file() and _said(load_config(run.config)) == _said(resolve(config).config)
+    trained = mine and run.summary.is_file() and json.loads(run.summary.read_text())["status"] != "interrupted"
+    if trained and file.is_file():
+        stored = torch.load(file, weights_only=True)
+        return Done(Held(stored["logits"], stored["labels"], stored["groups"]), stored["train_s"], stored["decisions"], "was there")
+    if not trained and train(config, run_dir=folder, resume=mine, overwrite=not mine, quiet=True).status == "interrupted":
+        raise RunError("the training was interrupted", where=str(folder), fix="the same command goes on from its checkpoint")
     began = time.perf_counter()
-    train(config, run_dir=folder, overwrite=True, quiet=True)
-    return time.perf_counter() - began
+    held = held_out(folder, split)
+    guard = run.checkpoints.latest()[0].state("shared")["guard"]
+    summary = json.loads(run.summary.read_text())
+    done = {"train_s": summary["wall_s"], "decisions": len(guard.get("decisions", ()))}
+    # whole or not there: the benchmark may be killed while it writes
+    new = file.with_suffix(".new")
+    torch.save({**vars(held), **done}, new)
+    new.replace(file)
+    steps = "was trained" if trained else f"{summary['steps']} steps"
+    return Done(held, how=f"{steps}, {len(held.labels)} rows in {time.perf_counter() - began:.0f} s", **done)
 
 
-def _decisions(folder: Path) -> int:
-    guard = RunFolder(folder).checkpoints.latest()[0].state("shared")["guard"]
-    return len(guard.get("decisions", ()))
+def _said(config: Config) -> Any:
+    """What two configurations must agree in to be of the same run."""
+    said = config.model_dump(mode="json")
+    said["run"] = said["run"]["seed"]
+    return said
 
 
-def _side_by_side(tasks: Sequence[Callable[[], T]], jobs: int) -> list[T]:
-    """The results of ``tasks`` in order; in this process for one job, else in fresh processes that take turns over the GPUs."""
+def _side_by_side(tasks: Sequence[Callable[[], T]], jobs: int, done: Callable[[int, T], None]) -> list[T]:
+    """The results of ``tasks`` in order, ``done(i, result)`` as each comes; in this process for one job, else in fresh processes that take
+    turns over the GPUs. A task that fails does not keep the others from being done; its error is raised after them."""
     if jobs == 1:
-        return [task() for task in tasks]
+        found = {}
+        for i, task in enumerate(tasks):
+            found[i] = task()
+            done(i, found[i])
+        return [found[i] for i in range(len(tasks))]
     context = multiprocessing.get_context("spawn")
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     with ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_place, initargs=(context.Value("i", 0), visible)) as pool:
-        return [future.result() for future in [pool.submit(task) for task in tasks]]
+        futures = {pool.submit(task): i for i, task in enumerate(tasks)}
+        for future in as_completed(futures):
+            if future.exception() is None:
+                done(futures[future], future.result())
+    return [future.result() for future in futures]
 
 
 def _place(counter: Any, visible: Sequence[str]) -> None:
@@ -310,7 +358,7 @@ def _with(config: Config, recipe: str, options: Mapping[str, Any], seed: int, jo
     data["precision"] = {"recipe": recipe, recipe: dict(options)} if options else {"recipe": recipe}
     run = {**data.get("run", {}), "seed": seed}
     if jobs > 1:
-        run.setdefault("threads", max(1, (os.cpu_count() or 1) // jobs))
+        run.setdefault("threads", max(1, len(os.sched_getaffinity(0)) // jobs))
     data["run"] = run
     data["train"] = {**data.get("train", {}), "tensorboard": False}
     if not config.eval.restore_best:

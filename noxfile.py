@@ -81,7 +81,7 @@ def _install_torch(session: nox.Session) -> list[str]:
         version, folders = OWN_TORCH
         own = session.run_install("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
         # not --system-site-packages: made from the Python of an environment, a new one sees the packages below that, not those in it
-        line = f"import site; [site.addsitedir(folder) for folder in {folders!r}]\n"
+        line = f"import site; list(map(site.addsitedir, {folders!r}))\n"
         Path(str(own).strip(), "own_torch.pth").write_text(line)
         return [f"torch=={version}"]
     if GPU or platform.system() != "Linux":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FAMILIES = ("attention", "dense")
 Family = Annotated[str, typer.Argument(help="attention, dense (block_attention, norms, mlp, norm_gdpa) or all.")]
 Rows = Annotated[str, typer.Option("--rows", help="Comma-separated names of rows; none: all.")]
-Impls = Annotated[str, typer.Option("--impls", help="Comma-separated implementations of this package, for attention.")]
+Impls = Annotated[str, typer.Option("--impls", help="Comma-separated implementations, for attention; auto: what a call gets.")]
 Ops = Annotated[str, typer.Option("--ops", help="Comma-separated ops; none: all.")]
 Budget = Annotated[float, typer.Option("--budget-seconds", help="Start no row of a family after this time.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Time what a user would run instead, where it can be imported.")]

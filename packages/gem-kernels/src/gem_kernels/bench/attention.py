@@ -2,7 +2,10 @@
 
 Columns: ms (median of CUDA-graph replays), eager_ms (the same call launched from Python), tflops, gbs (least bytes over time), of_gemm and
 of_floor (share of the in-run matrix product rate, and of the nearer of the arithmetic and the byte floor), error (largest relative error of
-the results against float64 on a few samples), peak_mib (memory an eager call allocates), vs_best (rate over the best peer's).
+the results against float64 on a few samples), peak_mib (memory an eager call allocates), vs_best (rate over the best peer's), goal
+(TFLOP/s, see `attention_goals`) and met.
+
+The implementation ``auto`` is the one that a call would get; rows with precisions are then timed with these too.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +23,9 @@ from torch import Tensor
 
 from gem_core.hookspecs import KernelSpec
 from gem_core.ops import attention_reference
+from gem_core.ops.contract import OpPrecision, Problem
 from gem_core.ops.contracts import GDPA
+from gem_kernels.bench.attention_goals import goal
 from gem_kernels.bench.attention_peers import PEERS, Unavailable
 from gem_kernels.bench.attention_rows import ROWS, Data, Row, small
 from gem_kernels.bench.report import environment, say, write
@@ -28,9 +35,15 @@ from gem_kernels.triton import specs
 from gem_kernels.triton.common import tune
 from gem_kernels.triton.common.launch import compile_only
 
-COLUMNS = ["row", "pass", "op", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_floor", "error", "peak_mib", "vs_best", "note"]
+COLUMNS = [
+    "row", "pass", "op", "impl", "ms", "eager_ms", "tflops", "gbs", "of_gemm", "of_floor", "error", "peak_mib", "vs_best", "goal",
+    "met", "note",
+]  # fmt: skip
 _LIMIT = {"forward": 1e-2, "backward": 1.5e-2}
 """Largest relative error that is timed: bf16 operands and fp32 accumulation give 2e-3 to 5e-3."""
+_LOW_LIMIT = {"forward": 0.1, "backward": 0.2}
+_PRECISIONS = {"fp8": OpPrecision(block=(128, 128)), "mxfp8": OpPrecision()}
+_RECORDED = "ads_mkl"
 _CHECKED = 4
 
 
@@ -42,8 +55,9 @@ def run(settings: Settings) -> None:
         return
     jobs = [
         (row.name, op, name, pass_, settings.tune)
-        for row in rows for op in row.ops if settings.wants(op) for name in settings.impls for pass_ in ("forward", "backward")
+        for row in rows for op in row.ops if settings.wants(op) for name in _asked(row, settings) for pass_ in ("forward", "backward")
     ]  # fmt: skip
+    jobs.sort(key=_occurrence())
     compile_ahead(jobs, _compile_row, settings.workers)
     say(f"compiled ahead: {time.monotonic() - started:.0f} s")
     limits = ceilings()
@@ -59,16 +73,44 @@ def run(settings: Settings) -> None:
         release()
 
 
+def _asked(row: Row, settings: Settings) -> list[str]:
+    """Names of implementations; "auto:fp8" stands for the one that a call with that precision would get."""
+    return [*settings.impls, *(f"auto:{p}" for p in row.precisions if "auto" in settings.impls)]
+
+
+def _occurrence() -> Callable[[tuple[str, str, str, str, bool]], int]:
+    """How many jobs before this one most likely compile the same kernels: those come last, and find them compiled."""
+    seen: Counter[object] = Counter()
+
+    def count(job: tuple[str, str, str, str, bool]) -> int:
+        row = next(r for r in ROWS if r.name == job[0])
+        key = (job[1:4], row.heads, row.dim, row.causal, row.window is None, row.broadcast, row.bias, row.activation)
+        seen[key] += 1
+        return seen[key]
+
+    return count
+
+
+def _find(op: str, name: str, problem: Problem) -> tuple[KernelSpec | None, Problem]:
+    """The implementation that ``name`` means for the problem, None where there is none, and the problem with the precision it names."""
+    name, _, precision = name.partition(":")
+    if precision:
+        problem = replace(problem, precision=_PRECISIONS[precision])
+    able = [s for s in specs() if s.op == op and name in (s.name, "auto") and s.supports(problem)]
+    return max(able, key=lambda s: s.priority, default=None), problem
+
+
 def _compile_row(job: tuple[str, str, str, str, bool, str]) -> str | None:
     row_name, op, name, pass_, everything, target = job
     row = next(r for r in ROWS if r.name == row_name)
     try:
         with compile_only(target, every_candidate=everything):
             data = Data(small(row), "cpu")
-            spec = next(s for s in specs() if s.op == op and s.name == name)
-            problem, tensors = data.problem(op), tuple(data.tensors.values())
-            if not spec.supports(replace(problem, device="cuda", arch=int(target.removeprefix("sm_")))):
+            there = replace(data.problem(op), device="cuda", arch=int(target.removeprefix("sm_")))
+            spec, problem = _find(op, name, there)
+            if spec is None:
                 return None
+            problem, tensors = replace(data.problem(op), precision=problem.precision), tuple(data.tensors.values())
             if pass_ == "forward":
                 spec.forward(problem, *tensors)
             else:
@@ -94,11 +136,13 @@ def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]
         for op in row.ops:
             if not settings.wants(op):
                 continue
-            for name in settings.impls:
-                found = [s for s in specs() if s.op == op and s.name == name]
-                if found and found[0].supports(inputs.problem(op)):
+            for name in _asked(row, settings):
+                spec, problem = _find(op, name, inputs.problem(op))
+                if spec is not None:
+                    precision = name.partition(":")[2]
+                    name = f"{spec.name} {precision}" if precision else spec.name
                     try:
-                        variants[(op, name)], about[(op, name)] = _prepare(inputs, found[0], pass_, settings, data)
+                        variants[(op, name)], about[(op, name)] = _prepare(inputs, spec, problem, pass_, settings, data)
                     except Exception as error:
                         say(f"  {row.name} {pass_} {op} {name}: {type(error).__name__}: {str(error)[:300]}")
         times = interleaved_ms({f"{op}|{name}": run for (op, name), run in variants.items()}, rounds=settings.rounds)
@@ -108,12 +152,22 @@ def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]
             line |= note
             lines.append(line)
             rates[f"{pass_}|{op}|{name}"] = line["tflops"]
+        if row.recorded is not None and pass_ == "forward" and settings.peers and settings.wants("gdpa"):
+            rate = row.recorded * limits.gemm / 680
+            ms = inputs.flops(False) / rate * 1e-9
+            lines.append({**_line(inputs, row, pass_, "gdpa", _RECORDED, ms, limits), "note": "recorded, scaled to this card"})
+            rates[f"{pass_}|gdpa|{_RECORDED}"] = rate
         del variants
         release()
     for line in lines:
-        peers = [rates[key] for key in rates if key.startswith(line["pass"] + "|") and key.split("|")[2] in PEERS]
-        if peers and line["impl"] not in PEERS:
-            line["vs_best"] = line["tflops"] / max(peers)
+        theirs = (*PEERS, _RECORDED) if line["op"] == "gdpa" else PEERS
+        peers = [rates[key] for key in rates if key.startswith(line["pass"] + "|") and key.split("|")[2] in theirs]
+        if line["impl"] not in (*PEERS, _RECORDED):
+            if peers:
+                line["vs_best"] = line["tflops"] / max(peers)
+            wanted = None if " " in line["impl"] else goal(inputs, line, max(peers, default=0.0), limits, data["results"])
+            if wanted is not None:
+                line["goal"], line["met"] = wanted, "yes" if line["tflops"] >= wanted else "no"
         data["results"].append(line)
         values = {c: line[c] for c in COLUMNS[4:] if line.get(c) is not None}
         shown = " ".join(f"{c}={v:.4g}" if isinstance(v, float) else f"{c}={v}" for c, v in values.items())
@@ -140,9 +194,11 @@ def _needs(data: Data) -> tuple[bool, ...]:
     return tuple(data.tensors[n] is not None for n in GDPA.differentiable)
 
 
-def _prepare(inputs: Data, spec: KernelSpec, pass_: str, settings: Settings, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _prepare(
+    inputs: Data, spec: KernelSpec, problem: Problem, pass_: str, settings: Settings, data: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Replay and notes of one of our implementations, after its results were checked."""
-    problem, tensors = inputs.problem(spec.op), tuple(inputs.tensors.values())
+    tensors = tuple(inputs.tensors.values())
     needs = _needs(inputs)
     result, saved = spec.forward(problem, *tensors)
 
@@ -159,7 +215,7 @@ def _prepare(inputs: Data, spec: KernelSpec, pass_: str, settings: Settings, dat
         data["tuned"] += timings
     got = (result if spec.op == "gdpa" else result[0],) if pass_ == "forward" else backward()
     error = check(inputs, spec.op, pass_, got)
-    if error > _LIMIT[pass_]:
+    if error > (_LIMIT if problem.precision is None else _LOW_LIMIT)[pass_]:
         raise ArithmeticError(f"relative error {error:.2e} against float64: not timed")
     note: dict[str, Any] = {"error": error}
     del got

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import masks
-from gem_core.ops.contract import Problem
+from gem_core.ops.contract import OpPrecision, Problem
 from gem_core.ops.contracts import GDPA
 
 
 @dataclass(frozen=True)
 class Row:
-    """``q`` and ``k`` are (longest, sparsity); ``k`` None: the keys have the queries' lengths. With ``broadcast`` q is one for all."""
+    """``q`` and ``k`` are (longest, sparsity); ``k`` None: the keys have the queries' lengths. With ``broadcast`` q is one for all.
+
+    ``precisions`` are timed too where the run takes the implementation that a call would. ``least`` (TFLOP/s), ``most_ms`` and ``like`` (a
+    share of another row's rate) are goals of forward and backward, see `attention_goals`; ``recorded`` is the forward rate of ads_mkl's
+    Triton GDPA, which is not installable, on a card of 680 TFLOP/s.
+    """
 
     name: str
     q: tuple[int, float]
@@ -35,25 +40,41 @@ class Row:
     bias: tuple[int, int] | None = None
     targets: int = 0
     peers: tuple[str, ...] = ("varlen_attn", "fa4")
+    precisions: tuple[str, ...] = ()
+    least: tuple[float, float] | None = None
+    most_ms: tuple[float, float] | None = None
+    like: tuple[str, float] | None = None
+    recorded: float | None = None
 
+
+_SOFTMAX = ("varlen_attn", "fa4", "cudnn_padded")
 
 ROWS = (
-    Row("self-1024-s0.5", (1024, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
-    Row("self-1024-s1", (1024, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
-    Row("self-256-s0.5", (256, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded", "fbgemm_jfa")),
-    Row("self-2048-s0.5", (2048, 0.5), peers=("varlen_attn", "fa4", "cudnn_padded")),
-    Row("cross-1024x256-s1", (1024, 1.0), (256, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
-    Row("cross-1024x128-s0.5", (1024, 0.5), (128, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
-    Row("cross-1024x32-s0.5", (1024, 0.5), (32, 1.0), peers=("varlen_attn", "fa4", "cudnn_padded")),
-    Row("pma-32x4096-s0.5", (32, 1.0), (4096, 0.5), broadcast=True, peers=()),
-    Row("pma-32x4096-s0.1", (32, 1.0), (4096, 0.1), broadcast=True, peers=()),
-    Row("pma-128x4096-s0.5", (128, 1.0), (4096, 0.5), broadcast=True, peers=()),
-    Row("window128-4096", (4096, 1.0), batch=128, window=(128, 128), peers=("varlen_attn", "fa4")),
+    Row("self-1024-s0.5", (1024, 0.5), peers=(*_SOFTMAX, "fbgemm_jfa"), recorded=357),
+    Row("self-1024-s1", (1024, 1.0), peers=(*_SOFTMAX, "fbgemm_jfa"), recorded=415, precisions=("fp8", "mxfp8")),
+    Row("self-256-s0.5", (256, 0.5), peers=(*_SOFTMAX, "fbgemm_jfa"), recorded=50),
+    Row("self-2048-s0.5", (2048, 0.5), peers=_SOFTMAX, recorded=419),
+    Row("cross-1024x256-s1", (1024, 1.0), (256, 1.0), peers=_SOFTMAX, recorded=302),
+    Row("cross-1024x128-s0.5", (1024, 0.5), (128, 1.0), peers=_SOFTMAX),
+    Row("cross-1024x32-s0.5", (1024, 0.5), (32, 1.0), peers=_SOFTMAX, recorded=48),
+    Row("pma-32x4096-s0.5", (32, 1.0), (4096, 0.5), broadcast=True, peers=(), least=(109, 111)),
+    Row("pma-32x4096-s0.1", (32, 1.0), (4096, 0.1), broadcast=True, peers=(), least=(105, 107)),
+    Row("pma-128x4096-s0.5", (128, 1.0), (4096, 0.5), broadcast=True, peers=(), least=(330, 280)),
+    Row("window128-4096", (4096, 1.0), batch=128, window=(128, 128), peers=("varlen_attn", "fa4"), most_ms=(1.0, 2.33)),
     Row("window256-4096", (4096, 1.0), batch=128, window=(256, 256), ops=("jagged_attention",), peers=("varlen_attn",)),
     Row("window128-8192", (8192, 1.0), batch=128, window=(128, 128), ops=("jagged_attention",), peers=()),
-    Row("hstu-4099-d256", (4099, 1.0), batch=32, dim=256, ops=("gdpa",), activation="silu", causal=True, peers=()),
+    Row("hstu-4099-d256", (4099, 1.0), batch=32, dim=256, ops=("gdpa",), activation="silu", causal=True, peers=(), least=(561, 336)),
     Row("causal-1024-s0.5", (1024, 0.5), causal=True, activation="silu"),
-    Row("causal-bias-targets-1024-s0.5", (1024, 0.5), causal=True, activation="silu", bias=(512, 32), targets=64, peers=()),
+    Row(
+        "causal-bias-targets-1024-s0.5",
+        (1024, 0.5),
+        causal=True,
+        activation="silu",
+        bias=(512, 32),
+        targets=64,
+        peers=(),
+        like=("causal-1024-s0.5", 0.7),
+    ),
     Row("flex-1024-s0.5-b128", (1024, 0.5), batch=128, ops=("jagged_attention",), peers=("varlen_attn", "flex")),
     Row("self-1024-s0.5-d64", (1024, 0.5), heads=8, dim=64, peers=("varlen_attn",)),
     Row("causal-200-s0.3-d32", (200, 0.3), batch=4096, heads=2, dim=32, causal=True, activation="silu", peers=("varlen_attn",)),
@@ -116,7 +137,7 @@ class Data:
         q, kv, o = size(t["q"]), size(t["k"]) + size(t["v"]), size(self.dout)
         return 2 * (q + kv) + o + (o if softmax else 0) if backward else q + kv + o
 
-    def problem(self, op: str) -> Problem:
+    def problem(self, op: str, precision: OpPrecision | None = None) -> Problem:
         """What the op's frontend would make of the row."""
         row, t = self.row, self.tensors
         power = lambda n: 1 << (n - 1).bit_length()  # noqa: E731
@@ -138,7 +159,7 @@ class Data:
         dtypes = tuple((n, t[n].dtype) for n in GDPA.tensors if t[n] is not None)
         return Problem(
             op, device.type, arch, dtypes, (*dims, ("Lq", row.q[0])) if row.broadcast else dims, tuple(sorted(options.items())), present,
-            needs_grad=True,
+            precision, needs_grad=True,
         )  # fmt: skip
 
 

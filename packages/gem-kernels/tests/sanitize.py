@@ -4,7 +4,8 @@
     compute-sanitizer --tool memcheck  --error-exitcode 1 python packages/gem-kernels/tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python packages/gem-kernels/tests/sanitize.py
 
-``--ops`` and ``--impls`` choose among ops and implementations, ``--part 2/12`` does a twelfth of the calls, for several processes at once.
+``--ops`` and ``--impls`` choose among ops and implementations. Processes that are given the same empty folder as ``--share`` divide the
+calls among themselves; ``--seconds`` begins no call after that time, so that the tool still reports.
 With ``--target-processes application-only --kernel-name-exclude kns=at6native`` the tool leaves compilers and PyTorch's own kernels alone.
 """
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from gem_core import ops, plugins
 from gem_core.hookspecs import KernelSpec
 from gem_core.ops import dispatch
+from gem_core.ops.contracts import contracts
 from gem_core.ops.explain import problem_of
 from gem_core.testing.kernel_cases import Call, Draw, cases
 from gem_core.testing.kernels import flat
@@ -51,20 +54,25 @@ def run(call: Call, op: str, backend: str) -> None:
         torch.autograd.grad(results, list(leaves.values()), [torch.ones_like(r) for r in results], allow_unused=True)
 
 
-def calls(wanted: list[str], impls: list[str]) -> Iterator[tuple[KernelSpec, str, Call]]:
-    """Every implementation's calls that it supports, with their names."""
-    for spec in triton.specs():
-        if (wanted and spec.op not in wanted) or (impls and spec.name not in impls):
+def calls(wanted: list[str], impls: list[str]) -> Iterator[tuple[KernelSpec, str, Callable[[Draw], Call]]]:
+    """Every implementation's cases with their names, those of the Hopper family first."""
+    for spec in sorted(triton.specs(), key=lambda s: not s.name.startswith("hopper")):
+        if spec.op not in contracts() or (wanted and spec.op not in wanted) or (impls and spec.name not in impls):
             continue
         hopper = spec.name.startswith("hopper")
         found = {n: case for n, case in cases(spec.op).items() if n != "many short samples" and (hopper or not n.startswith("width"))}
         if hopper and spec.op != "norm_gdpa":
             found = {"hopper": lambda _draw, op=spec.op: hopper_call(op)}
         for name, case in found.items():
-            call = case(Draw(torch.bfloat16, "cuda"))
-            with dispatch.offering(spec):
-                if spec.supports(problem_of(spec.op, **call.arguments(call.tensors))):
-                    yield spec, name, call
+            yield spec, name, case
+
+
+def claim(folder: Path | None, number: int) -> bool:
+    """Whether this process is the first to ask for call ``number``."""
+    try:
+        return folder is None or not (folder / str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
 
 
 def main() -> None:
@@ -72,20 +80,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="*", default=[])
     parser.add_argument("--impls", nargs="*", default=[])
-    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--share", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     given = parser.parse_args()
-    part, parts = (int(n) for n in given.part.split("/"))
     plugins.manager()
     torch.zeros(1, device="cuda")
     print(f"{time.monotonic() - began:.1f} s: ready", flush=True)
     ran = 0
-    for i, (spec, name, call) in enumerate(calls(given.ops, given.impls)):
-        if i % parts == part - 1:
-            with dispatch.offering(spec):
-                run(call, spec.op, spec.name)
-            torch.cuda.synchronize()
-            print(f"{time.monotonic() - began:.1f} s: {spec.op} {spec.name}: {name}", flush=True)
-            ran += 1
+    for number, (spec, name, case) in enumerate(calls(given.ops, given.impls)):
+        if time.monotonic() - began > given.seconds:
+            print("out of time")
+            break
+        if not claim(given.share, number):
+            continue
+        call = case(Draw(torch.bfloat16, "cuda"))
+        with dispatch.offering(spec):
+            if not spec.supports(problem_of(spec.op, **call.arguments(call.tensors))):
+                continue
+            run(call, spec.op, spec.name)
+        torch.cuda.synchronize()
+        print(f"{time.monotonic() - began:.1f} s: {spec.op} {spec.name}: {name}", flush=True)
+        ran += 1
     print(f"{ran} calls, forward and backward")
 
 

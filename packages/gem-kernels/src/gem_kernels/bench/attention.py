@@ -50,7 +50,8 @@ _CHECKED = 4
 def run(settings: Settings) -> None:
     """Check and time the wanted rows; print them, and write ``attention.json``, ``.md`` and ``.svg``."""
     started = time.monotonic()
-    rows = [r for r in ROWS if not settings.rows or r.name in settings.rows]
+    by_name = {r.name: r for r in ROWS}
+    rows = [by_name[name] for name in settings.rows or by_name if name in by_name]
     if not rows:
         return
     jobs = [

@@ -80,6 +80,8 @@ def _install_torch(session: nox.Session) -> list[str]:
     if OWN_TORCH:
         version, folders = OWN_TORCH
         own = session.run_install("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+        # Python 3.11 puts an old setuptools into environments, which would hide the one that torch was installed with
+        session.run_install("python", "-m", "pip", "uninstall", "--yes", "--quiet", "setuptools", silent=True)
         # not --system-site-packages: made from the Python of an environment, a new one sees the packages below that, not those in it
         line = f"import site; list(map(site.addsitedir, {folders!r}))\n"
         Path(str(own).strip(), "own_torch.pth").write_text(line)

@@ -19,7 +19,8 @@ Job = TypeVar("Job", bound=tuple[Any, ...])
 
 @dataclass(frozen=True)
 class Settings:
-    """``rows`` (in the order of their timing) and ``ops`` empty: all. ``budget``: start no row after so many seconds. ``out``: folder of the results, if any."""
+    """``rows`` (in the order of their timing) and ``ops`` empty: all. ``budget``: start no row after so many seconds. ``out``: folder of
+    the results, if any."""
 
     command: str
     rows: tuple[str, ...] = ()

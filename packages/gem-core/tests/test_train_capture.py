@@ -20,7 +20,7 @@ from gem_core.plugins import manager
 from gem_core.train import captured as train_captured
 from gem_core.train import step as train_step
 from gem_core.train.build import build_parts
-from gem_core.train.captured import MOST, Captured, FixedBatch, Room, check_capture, recorded
+from gem_core.train.captured import MOST, Captured, FixedBatch, Room, check_capture, give_back, recorded
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
 from gem_core.train.runtime import Runtime
@@ -342,6 +342,18 @@ def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", watched=None,
             step.set_lr(1.0 / (1 + i))
             outcomes.append(step([Fed(batch, batch, float(batch.size), 0, None, {})], i == 3))
     return torch.stack(outcomes), dict(step.parts.model.state_dict()), [] if step._captured is None else step._captured._recorded
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_gradients_of_look_ups_are_zeros_in_a_step_that_does_not_count(ok):
+    rows = {"a": torch.randn(3, 2, requires_grad=True), "b": torch.randn(4, 2).bfloat16().requires_grad_(), "c": torch.randn(1, 2)}
+    looked_up = {"a": rows["a"] * 1, "b": (rows["b"] * 1, torch.tensor([0, 4])), "c": rows["c"]}
+    gradients = {"a": torch.tensor([[1.0, -2.0], [float("nan"), 3.0], [float("inf"), -0.0], [9.0, 9.0]]), "b": torch.ones(4, 2).bfloat16()}
+    expected = {key: g[: rows[key].shape[0]].clone() if ok else torch.zeros_like(rows[key]) for key, g in gradients.items()}
+    give_back(looked_up, gradients | {"c": torch.ones(1, 2)}, torch.tensor(ok))
+    for key, grad in expected.items():
+        torch.testing.assert_close(rows[key].grad, grad, rtol=0, atol=0, equal_nan=True)
+    assert rows["c"].grad is None
 
 
 @pytest.mark.parametrize("name", ["gem", "sasrec", "hstu"])

@@ -238,8 +238,18 @@ def give_back(looked_up: Embedded, gradients: Mapping[str, Tensor], ok: Tensor) 
     rows = {key: value[0] if isinstance(value, tuple) else value for key, value in looked_up.items()}
     reached = [key for key in gradients if rows[key].requires_grad]
     if reached:
-        own = [torch.where(ok, gradients[key][: rows[key].shape[0]], 0.0) for key in reached]
+        own = [gradients[key][: rows[key].shape[0]] for key in reached]
+        _zero_unless(ok, own)
         torch.autograd.backward([rows[key] for key in reached], own)
+
+
+def _zero_unless(ok: Tensor, tensors: Sequence[Tensor]) -> None:
+    """In place, whatever they hold: as integers, of which any times 0 is 0, and a launch for each width."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for width, dtype in bits.items():
+        alike = [t.view(dtype) for t in tensors if t.element_size() == width]
+        if alike:
+            torch._foreach_mul_(alike, ok.to(dtype))
 
 
 class Captured:

@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +54,46 @@ def engine_copy(source: torch.Tensor, target: torch.Tensor) -> None:
 Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
-def sums(sms: int, warps: int, block: int) -> Work:
+@dataclass(frozen=True)
+class How:
+    """How the kernels of `few_sms` are launched."""
+
+    sms: int
+    bulk: bool = False
+    warps: int = 32
+    block: int = 16384
+
+    def __str__(self) -> str:
+        if self.bulk:
+            return f"{self.sms} SMs, bulk copies"
+        return f"{self.sms} SMs" + ("" if (self.warps, self.block) == (32, 16384) else f", {self.warps} warps, {self.block} a program")
+
+    def set(self) -> None:
+        few_sms.BULK, few_sms.WARPS, few_sms.BLOCK = self.bulk, self.warps, self.block
+
+
+def sums(how: How) -> Work:
     def work(own: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> None:
-        few_sms.WARPS, few_sms.BLOCK = warps, block
-        few_sms.mean(own, sent, 1, own.numel(), out, sms)
+        how.set()
+        few_sms.mean(own, sent, 1, own.numel(), out, how.sms)
 
     return work
 
 
-def copies(sms: int, warps: int, block: int) -> Work:
+def copies(how: How) -> Work:
     def work(own: torch.Tensor, sent: torch.Tensor, _out: torch.Tensor) -> None:
-        few_sms.WARPS, few_sms.BLOCK = warps, block
-        few_sms.copy(own.view(torch.uint8), sent.view(torch.uint8), sms)
+        how.set()
+        few_sms.copy(own.view(torch.uint8), sent.view(torch.uint8), how.sms)
 
     return work
 
 
-def rows() -> list[tuple[str, int, Work]]:
-    """Name, bytes moved for each byte of a part, and the work."""
-    found: list[tuple[str, int, Work]] = [("copy by a copy engine", 2, lambda own, sent, out: engine_copy(own, sent))]
-    for sms in (4, 2, 8, 16):
-        found += [(f"mean, {sms} SMs", 3, sums(sms, 32, 16384)), (f"copy, {sms} SMs", 2, copies(sms, 32, 16384))]
-    for warps, block in ((16, 16384), (32, 32768), (16, 8192)):
-        told = f"{warps} warps, {block} a pair"
-        found += [(f"mean, 4 SMs, {told}", 3, sums(4, warps, block)), (f"copy, 4 SMs, {told}", 2, copies(4, warps, block))]
-    found += [("copy, plain", 2, lambda own, sent, out: sent.copy_(own)), ("mean, all SMs", 3, sums(132, 32, 16384))]
-    return found
+def rows() -> list[tuple[str, Work]]:
+    found: list[tuple[str, Work]] = [("copy by a copy engine", lambda own, sent, out: engine_copy(own, sent))]
+    ways = [How(4), How(8), How(4, bulk=True), How(16), How(2, bulk=True), How(8, bulk=True), How(16, bulk=True), How(1, bulk=True)]
+    for how in [*ways, How(4, warps=16), How(4, warps=32, block=32768)]:
+        found += [(f"mean, {how}", sums(how)), (f"copy, {how}", copies(how))]
+    return [*found, ("copy, plain", lambda own, sent, out: sent.copy_(own)), ("mean, all SMs", sums(How(132)))]
 
 
 class Beside:
@@ -110,11 +125,10 @@ class Beside:
         return statistics.median(a.elapsed_time(b) for a, b in marks)
 
     def alone(self, work: Work) -> float:
-        for i in range(3):
-            work(*self.parts[i])
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.side):
-            self.side.wait_stream(torch.cuda.default_stream())
+            for i in range(3):
+                work(*self.parts[i])
             begin.record()
             for i in range(PIECES):
                 work(*self.parts[i % len(self.parts)])
@@ -123,12 +137,16 @@ class Beside:
         return float(begin.elapsed_time(end))
 
 
-def check(bench: Beside) -> None:
-    own, sent, out = (t[: 3 * 16384 + 5].clone() for t in bench.parts[0])
-    few_sms.mean(own, sent, 1, own.numel(), out, 4)
-    assert torch.equal(out, (own + sent) * 0.5), "a mean is wrong"
-    few_sms.copy(own.view(torch.uint8), out.view(torch.uint8), 4)
-    assert torch.equal(out, own), "a copy is wrong"
+def check(bench: Beside, name: str, work: Work) -> None:
+    """:raises RuntimeError: a result is wrong."""
+    own, sent, out = (t[: 3 * 16384 + 4].clone() for t in bench.parts[0])
+    want = own if name.startswith("copy") else (own + sent) * 0.5
+    with torch.cuda.stream(bench.side):  # the driver takes no batch on the default stream
+        bench.side.wait_stream(torch.cuda.default_stream())
+        work(own, sent, out)
+    torch.cuda.synchronize()
+    if not torch.equal(sent if name.startswith("copy") else out, want):
+        raise RuntimeError("the result is wrong")
 
 
 def main() -> None:
@@ -139,20 +157,20 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     bench = Beside()
-    check(bench)
     found: list[dict[str, Any]] = []
     before = bench.products(None, args.steps)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, share, work in rows():
+    for name, work in rows():
         if time.monotonic() - began > args.budget:
             break
         try:
+            check(bench, name, work)
             alone, beside = bench.alone(work), bench.products(work, args.steps)
         except RuntimeError as fault:
             print(f"{name}: {str(fault).splitlines()[0]}", flush=True)
             continue
         after = bench.products(None, args.steps)
-        rate = share * 4 * PART * PIECES / alone * 1e-6
+        rate = (2 if name.startswith("copy") else 3) * 4 * PART * PIECES / alone * 1e-6
         found.append({"work": name, "alone ms": alone, "GB/s": rate, "products ms": beside, "slower ms": beside - (before + after) / 2})
         print(f"{time.monotonic() - began:5.1f} s  {found[-1]}", flush=True)
         before = after

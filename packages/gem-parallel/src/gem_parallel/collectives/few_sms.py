@@ -9,6 +9,7 @@ stored. What they touch leaves the L2 first, for the products' sake. This module
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +19,8 @@ from torch import Tensor
 BLOCK = 16384
 """Numbers a program takes at a time."""
 WARPS = 32
+BULK = False
+"""Whether whole rows are moved by the kernels of `bulk` where the GPU has them."""
 
 
 @triton.jit
@@ -55,26 +58,39 @@ def mean(own: Tensor, sent: Tensor, peers: int, stride: int, out: Tensor, sms: i
     """Mean of ``own [n]`` and of the ``peers`` parts ``sent[i * stride : i * stride + n]``, fp32, into ``out [n]``."""
     n = own.numel()
     with torch.cuda.device_of(own):
-        grid, ctas = _programs(own, sms)
-        mean_kernel[grid](
-            own, sent, out, n, stride, 1.0 / (peers + 1), PEERS=peers, BLOCK=BLOCK, num_warps=WARPS, num_ctas=ctas
-        )  # fmt: skip
+        done = _bulk().mean(own, sent, peers, stride, out, sms) if BULK and _hopper(own) else 0
+        if done < n:
+            grid, ctas = _programs(own[done:], sms)
+            rest = (own[done:], sent[done:], out[done:], n - done, stride, 1.0 / (peers + 1))
+            mean_kernel[grid](*rest, PEERS=peers, BLOCK=BLOCK, num_warps=WARPS, num_ctas=ctas)
 
 
 def copy(source: Tensor, target: Tensor, sms: int) -> None:
     """``source`` to ``target``, both contiguous uint8 of one size that is a multiple of 4."""
     given, taken = source.view(torch.int32), target.view(torch.int32)
     with torch.cuda.device_of(source):
-        grid, ctas = _programs(given, sms)
-        copy_kernel[grid](given, taken, given.numel(), BLOCK=BLOCK, num_warps=WARPS, num_ctas=ctas)
+        done = _bulk().copy(given, taken, sms) if BULK and _hopper(source) else 0
+        if done < given.numel():
+            grid, ctas = _programs(given[done:], sms)
+            copy_kernel[grid](given[done:], taken[done:], given.numel() - done, BLOCK=BLOCK, num_warps=WARPS, num_ctas=ctas)
 
 
 def _programs(data: Tensor, sms: int) -> tuple[tuple[int], int]:
     """Programs for ``data`` on at most ``sms`` SMs, and SMs of each."""
-    ctas = 2 if sms > 1 and data.is_cuda and _clusters(data.device.index) else 1
+    ctas = 2 if sms > 1 and _hopper(data) else 1
     return (max(1, min(sms // ctas, triton.cdiv(data.numel(), BLOCK))),), ctas
 
 
+def _hopper(data: Tensor) -> bool:
+    return data.is_cuda and _capability(data.device.index) >= (9, 0)
+
+
 @lru_cache
-def _clusters(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _bulk() -> Any:
+    from gem_parallel.collectives import bulk
+
+    return bulk

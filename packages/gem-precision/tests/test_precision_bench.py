@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -207,3 +208,25 @@ def test_steps_of_two_precisions_and_of_the_guard(tmp_path):
     page = (tmp_path / "precision-step-tiny.md").read_text()
     assert all(word in page for word in ("the command", "| watched |", "guard of", "captured" if result["captured"] else "eager"))
     assert json.loads((tmp_path / "precision-step-tiny.json").read_text())["overhead"] == result["overhead"]
+
+
+def test_steps_of_models_that_do_not_fit_together(monkeypatch):
+    """Built one after the other in the order 1, 2, 2, 1, never two at once; the windows of both visits are told."""
+    config = load_config(quickstart_path(), {"data.batch_size": 16, "run.threads": 1, "train.steps": 1000})
+    built, alive, most = [], [], []
+    real = steps._build
+
+    def counted(config, rt):
+        run = real(config, rt)
+        built.append(config.precision.recipe)
+        alive.append(weakref.ref(run))
+        most.append(sum(r() is not None for r in alive))
+        return run
+
+    monkeypatch.setattr(steps, "_build", counted)
+    result = steps.measure(config, steps=1, rounds=2, warmup=1, guard=False, apart=True)
+    assert built == ["bf16", "fp8-block", "fp8-block", "bf16"]
+    assert most == [1, 1, 1, 1]
+    assert {name: len(s) for name, s in result["seconds"].items()} == {"bf16": 4, "fp8-block": 4}
+    assert "overhead" not in result
+    assert "one model in memory" in steps.markdown(result, "the command")

@@ -107,10 +107,11 @@ def bench_step(
     recipe: Annotated[str, typer.Option("--recipe", help="The recipe to hold against bf16.")] = "fp8-block",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps a window.")] = 10,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Windows of each variant.")] = 7,
-    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Also time the guard: one more model in memory.")] = True,
+    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Also time the guard.")] = True,
+    apart: Annotated[bool, typer.Option("--apart", help="One model in memory at a time, where two do not fit.")] = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("bench-precision-step"),
 ) -> None:
-    """Time training steps of a configuration in bf16 and in a quantised recipe, with and without its guard, interleaved in one process.
+    """Time training steps of a configuration in bf16 and in a quantised recipe, with and without its guard, in one process.
 
     Example: gemrec bench precision-step base.toml --set train.capture=true --name base
     """
@@ -119,8 +120,8 @@ def bench_step(
     from gem_precision.bench import steps as bench
 
     loaded = load_config(quickstart_path() if config is None else config, overrides or ())
-    result = bench.measure(loaded, recipe, steps=steps, rounds=rounds, guard=guard)
+    result = bench.measure(loaded, recipe, steps=steps, rounds=rounds, guard=guard, apart=apart, tell=print)
     words = ["gemrec bench precision-step", *([] if config is None else [config.name]), *(f"--set {o}" for o in overrides or ())]
-    command = " ".join([*words, f"--recipe {recipe} --steps {steps} --rounds {rounds}"])
+    command = " ".join([*words, f"--recipe {recipe} --steps {steps} --rounds {rounds}", *(["--apart"] if apart else [])])
     bench.write(result, out, name, command)
     print(bench.markdown(result, command))

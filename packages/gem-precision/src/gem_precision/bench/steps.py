@@ -1,12 +1,14 @@
-"""Training steps of one configuration in bf16 and in a quantised recipe, with and without its guard, interleaved in one process.
+"""Training steps of one configuration in bf16 and in a quantised recipe, with and without its guard, in one process.
 
-Every variant is a run of its own: model, optimizer, guard, recorded steps. All train on the same batches, kept on the device. In each round
-every variant has a window of steps, the order turning; ratios are of windows of the same round. Sampled steps, which leave the GPU waiting,
-are timed after the rounds, and so are the forward passes that a comparison with bf16 on held-out rows takes.
+Every variant is a run of its own: model, optimizer, guard, recorded steps. All train on the same batches, kept on the device. The two that
+are compared are in memory together and have a window of steps each in every round, the order turning; ratios are of windows of the same
+round. Where two do not fit, they come one after the other, the first, the second, the second, the first. Sampled steps, which leave the GPU
+waiting, are timed after the rounds, and so are the forward passes that a comparison with bf16 on held-out rows takes.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
@@ -55,13 +57,23 @@ class _Run:
 
 
 def measure(
-    config: Config, recipe: str = "fp8-block", *, steps: int = 10, rounds: int = 7, warmup: int = 6, batches: int = 2, guard: bool = True
+    config: Config,
+    recipe: str = "fp8-block",
+    *,
+    steps: int = 10,
+    rounds: int = 7,
+    warmup: int = 6,
+    batches: int = 2,
+    guard: bool = True,
+    apart: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Times of a step of ``config`` by variant: ``bf16`` and ``recipe``; with ``guard`` also the recipe with every linear quantised, slow
     or not, its guard off (``all``) and on, between two samples (``watched``). ``ratios``: median, lowest and highest over the rounds of
-    bf16 / recipe and of watched / all.
+    bf16 / recipe and of watched / all. ``apart``: one model in memory at a time, each built twice, with ``rounds`` windows each time.
 
     ``overhead``: share of such a step that the guard takes with default periods: watching, samples, comparisons on held-out rows.
+    ``tell`` gets a line as each variant is ready.
     :raises GemError: what training would raise.
     """
     every: dict[str, Any] = {"allow_slow": True}
@@ -69,33 +81,57 @@ def measure(
     if guard:
         variants["all"] = (recipe, every | {"guard": {"enabled": False}})
         variants["watched"] = (recipe, every | {"guard": {"sample_every": NEVER, "drift_every": NEVER}})
+    pairs = [list(variants)[i : i + 2] for i in range(0, len(variants), 2)]
+    together = [[name] for first, second in pairs for name in (first, second, second, first)] if apart else pairs
     with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
         feed = Feed(build_source(resolve(config), "train", rt), rt.device, None)
         given = list(islice(feed, batches))
-        runs = {}
-        for name, (chosen, options) in variants.items():
-            runs[name] = _build(_with(config, chosen, options), rt)
-            for i in range(warmup * batches):
-                runs[name](given[i % batches])
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        order = list(runs)
-        for turn in range(rounds):
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                seconds[name].append(_window(runs[name], given, steps, rt))
-        result = _result(seconds, recipe, guard) | {"losses": {name: run.losses[-1] for name, run in runs.items()}}
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        losses: dict[str, float] = {}
+        found: dict[str, Any] = {}
+        for names in together:
+            runs = {}
+            for name in names:
+                began = time.perf_counter()
+                chosen, options = variants[name]
+                runs[name] = _build(_with(config, chosen, options), rt)
+                for i in range(warmup * batches):
+                    runs[name](given[i % batches])
+                _wait(rt)
+                if tell is not None:
+                    tell(f"{name}: ready after {time.perf_counter() - began:.1f} s{_memory(rt)}")
+            for turn in range(rounds):
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    seconds[name].append(_window(runs[name], given, steps, rt))
+            losses |= {name: run.losses[-1] for name, run in runs.items()}
+            if recipe in runs:
+                sites = [p for _, p, _ in runs[recipe].parts.guard.describe()]
+                found |= {"sites": {p: sites.count(p) for p in dict.fromkeys(sites)}, "refused": _refused(runs[recipe].parts)}
+            if "watched" in runs and "samples_ms" not in found:
+                found["samples_ms"] = _guard_passes(runs["watched"], given, rounds, rt)
+                found["watched_sites"] = len(runs["watched"].parts.guard.sites)  # type: ignore[attr-defined]
+            runs.clear()
+            gc.collect()
+            if rt.device.type == "cuda":
+                torch.cuda.empty_cache()
+        result = _result(seconds, recipe, guard)
         if guard:
+            sampled, passes = found.pop("samples_ms")
             base, watched = statistics.median(seconds["all"]), result["ratios"]["watched"][0]
-            result |= _guard_cost(runs["watched"], given, rounds, rt, base, watched)
-        sites = [p for _, p, _ in runs[recipe].parts.guard.describe()]
-        return result | {
+            result |= _guard_cost(sampled, passes, given[0].host.size, base, watched)
+        return result | found | {
             "recipe": recipe,
-            "sites": {p: sites.count(p) for p in dict.fromkeys(sites)},
-            "refused": _refused(runs[recipe].parts),
+            "losses": {name: losses[name] for name in variants},
             "seconds": seconds,
             "samples": given[0].host.size,
             "captured": config.train.capture,
+            "apart": apart,
             **environment(rt.device),
-        }
+        }  # fmt: skip
+
+
+def _memory(rt: Runtime) -> str:
+    return f", {torch.cuda.memory_reserved(rt.device) / 2**30:.1f} GiB reserved" if rt.device.type == "cuda" else ""
 
 
 def _build(config: Config, rt: Runtime) -> _Run:
@@ -139,8 +175,9 @@ def _result(seconds: Mapping[str, Sequence[float]], recipe: str, guard: bool) ->
     return {"step_ms": {name: 1e3 * statistics.median(s) for name, s in seconds.items()}, "ratios": ratios}
 
 
-def _guard_cost(run: _Run, given: Sequence[Fed], rounds: int, rt: Runtime, step: float, watched: float) -> dict[str, Any]:
-    guard, periods = run.parts.guard, GuardConfig()
+def _guard_passes(run: _Run, given: Sequence[Fed], rounds: int, rt: Runtime) -> tuple[float, list[float]]:
+    """Seconds of a sampled step, and of the forward passes in the precisions in force and in bf16."""
+    guard = run.parts.guard
     real, guard.config = guard.config, guard.config.model_copy(update={"sample_every": 1})  # type: ignore[attr-defined]
     _window(run, given, SAMPLED, rt)
     sampled = statistics.median(_window(run, given, SAMPLED, rt) for _ in range(rounds))
@@ -152,16 +189,18 @@ def _guard_cost(run: _Run, given: Sequence[Fed], rounds: int, rt: Runtime, step:
             _window(lambda fed: run.parts.module(fed.batch), given, SAMPLED, rt)
             passes.append(statistics.median(_window(lambda fed: run.parts.module(fed.batch), given, SAMPLED, rt) for _ in range(rounds)))
     run.parts.module.train()
-    compared = sum(passes) * periods.drift_rows / given[0].host.size
+    return sampled, passes
+
+
+def _guard_cost(sampled: float, passes: Sequence[float], samples: int, step: float, watched: float) -> dict[str, Any]:
+    periods = GuardConfig()
+    compared = sum(passes) * periods.drift_rows / samples
     parts = {
         "watching": watched - 1,
         "samples": (sampled - step) / periods.sample_every / step,
         "comparisons": compared / periods.drift_every / step,
     }
-    return {
-        "sampled_ms": 1e3 * sampled, "forward_ms": [1e3 * s for s in passes], "overhead": sum(parts.values()), "overhead_parts": parts,
-        "watched_sites": len(guard.sites),  # type: ignore[attr-defined]
-    }  # fmt: skip
+    return {"sampled_ms": 1e3 * sampled, "forward_ms": [1e3 * s for s in passes], "overhead": sum(parts.values()), "overhead_parts": parts}
 
 
 def _refused(parts: Parts) -> list[str]:
@@ -185,7 +224,8 @@ def markdown(result: Mapping[str, Any], command: str) -> str:
     lines = [
         f"`{command}`, commit {str(result['commit'])[:9]}", "",
         f"{result['device']}; {versions}. {result['samples']} samples, {'captured' if result['captured'] else 'eager'} steps; the same "
-        f"batches, windows interleaved in {len(result['seconds']['bf16'])} rounds.", "",
+        f"batches, {len(result['seconds']['bf16'])} windows each, "
+        + ("one model in memory at a time." if result["apart"] else "interleaved."), "",
         "| step | ms |", "|---|---|", *(f"| {name} | {value:.2f} |" for name, value in ms.items()), "",
         f"bf16 / {recipe}: {share('speed-up')}. Losses: " + ", ".join(f"{k} {v:.5f}" for k, v in result["losses"].items()) + ".",
     ]  # fmt: skip

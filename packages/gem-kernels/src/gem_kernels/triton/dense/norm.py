@@ -14,6 +14,9 @@ from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.dense.support import NAMES, cast, common_support, power_of_two, rows_contiguous, stride, unique
 
 WIDEST = 16384
+PASS_ELEMENTS = 2048
+"""What a program of a pass over rows works on."""
+
 Saved = tuple[Tensor | None, ...]
 
 
@@ -90,13 +93,14 @@ def norm_grads(
     rows, c = x.shape
     info = device_info(x.device)
     dx = torch.empty((rows, c), dtype=x.dtype, device=x.device)
-    programs = max(1, min(rows, 4 * info.sms))
+    few = max(1, min(rows, 4 * info.sms))
     wanted = want_weight, want_bias, want_sum
-    partial = [torch.zeros((programs, c), dtype=torch.float32, device=x.device) if w else None for w in wanted]
+    partial = [torch.zeros((few, c), dtype=torch.float32, device=x.device) if w else None for w in wanted]
 
     def run(config: Config) -> None:
         from gem_kernels.triton.dense.norm_kernels import norm_bwd_kernel
 
+        programs = few if any(wanted) else -(-rows // config["ROWS"])
         launch(
             norm_bwd_kernel, (programs,), x.device, x, _row(weight), dy, dtotal, mean, rstd, dx, xhat, *partial,
             stride(x), stride(dy), stride(dtotal), rows,
@@ -104,8 +108,10 @@ def norm_grads(
             DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, **config,
         )  # fmt: skip
 
-    if rows:
+    if rows and any(wanted):
         run(choose("norm.backward", facts(c, x.dtype), info, lambda: _backward_candidates(c), run))
+    elif rows:
+        run(pass_sizes(c))
     dweight, dbias, dsum = (None if p is None else p.sum(0) for p in partial)
     return dx, dweight, dbias, dsum
 
@@ -117,6 +123,13 @@ def _backward_candidates(c: int) -> list[Config]:
         rows = max(1, elements // width)
         found.append({"ROWS": rows, "num_warps": min(16, max(4, rows * width // 1024))})
     return unique(found)
+
+
+def pass_sizes(c: int) -> Config:
+    """Rows and warps of a program that reads and writes its rows once. Many small programs come nearest to the copy rate."""
+    width = power_of_two(c)
+    rows = max(1, PASS_ELEMENTS // width)
+    return {"ROWS": rows, "num_warps": min(16, max(4, rows * width // 1024))}
 
 
 def _row(t: Tensor | None) -> Tensor | None:

@@ -13,11 +13,9 @@ from gem_core.ops.contract import Problem, Supported
 from gem_kernels.triton.attention import spec as portable
 from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
-from gem_kernels.triton.dense.norm import supports_width
+from gem_kernels.triton.dense.norm import pass_sizes, supports_width
 from gem_kernels.triton.dense.support import common_support, power_of_two, rows_contiguous
 
-ROW_ELEMENTS = 2048
-"""What a program of a pass over rows works on."""
 _ABSENT = (None,) * 13
 """The tensors of `gdpa` after k_offsets."""
 
@@ -95,10 +93,8 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
 def _rows(problem: Problem, rows: int) -> tuple[tuple[int], Config]:
     """Grid and sizes of the passes over rows. Not measured: two of them work in place, so they must not be repeated."""
     heads, d = problem.dim("H"), problem.dim("D")
-    width = power_of_two(heads * d)
-    block = max(1, ROW_ELEMENTS // width)
-    sizes = {"H": heads, "D": d, "COLUMNS": width, "ROWS": block, "num_warps": min(16, max(4, block * width // 1024))}
-    return (-(-rows // block),), sizes
+    sizes = {"H": heads, "D": d, "COLUMNS": power_of_two(heads * d), **pass_sizes(heads * d)}
+    return (-(-rows // sizes["ROWS"]),), sizes
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -49,7 +49,8 @@ def norm_bwd_kernel(
 ):  # fmt: skip
     """dx (+ dtotal) of every program's share of the rows, and one row of partial sums of dweight, dbias and dx [programs, C] fp32.
 
-    NORMED: ``x`` holds x̂. Where ``xhat`` is given, x̂ is stored there.
+    NORMED: ``x`` holds x̂. Where ``xhat`` is given, x̂ is stored there. From the last row to the first: a product before this one leaves the
+    last rows of its result in the L2 cache.
     """
     c = tl.arange(0, C_PAD)
     scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :] if WEIGHT else 1.0
@@ -58,7 +59,7 @@ def norm_bwd_kernel(
     dx_sum = tl.zeros([C_PAD], tl.float32)
     blocks = tl.cdiv(rows, ROWS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        i = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+        i = tl.cast(blocks - 1 - block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i < rows)[:, None] & (c < C)[None, :]
         r = tl.load(rstd + i, mask=i < rows, other=0.0)[:, None]
         hat = tl.load(x + i[:, None] * stride_x + c[None, :], mask=mask, other=0.0).to(tl.float32)

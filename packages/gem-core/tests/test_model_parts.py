@@ -20,7 +20,7 @@ from gem_core.model.experts import SummedExperts
 from gem_core.model.heads import Heads
 from gem_core.model.interaction import Cross, Dot, FactorizationMachine, Wukong
 from gem_core.model.interformer import GeneratedFfn
-from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _RowsLinear
+from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _RowsLinear, _WithEach
 from gem_core.model.pooling import Pooling, SeedPooling, SumKron
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles, rotate
@@ -298,6 +298,13 @@ def test_rows_linear_has_the_gradients_of_linear():
         found.backward()
         alone = given[wanted].grad
         assert torch.allclose(alone, torch.autograd.grad(expected, given[wanted])[0])
+
+
+def test_product_with_each_sample():
+    weight, x = randn(3, 5).requires_grad_(), randn(2, 5, 4).requires_grad_()
+    assert torch.allclose(_WithEach.apply(weight, x), weight @ x)
+    assert gradcheck(_WithEach.apply, (weight, x))
+    assert gradcheck(lambda w: _WithEach.apply(w.t(), x.detach()[:, :3]), (weight,))
 
 
 class Doubled(nn.Linear):

@@ -129,9 +129,36 @@ class TokenMix(nn.Module):
 
 def with_each(weight: Tensor, x: Tensor) -> Tensor:
     """``weight [m, n]`` times each of ``x [B, n, d]``."""
-    weight = weight.to(x.dtype)
-    # On a device matmul would copy x turned, and its gradient back, to make one product of the whole batch.
-    return torch.bmm(weight.expand(x.shape[0], -1, -1), x) if x.is_cuda else torch.matmul(weight, x)
+    if not x.is_cuda:
+        return torch.matmul(weight.to(x.dtype), x)
+    if torch.compiler.is_compiling():
+        return torch.bmm(weight.to(x.dtype).expand(x.shape[0], -1, -1), x)
+    dtype = product_dtype(x)
+    return _WithEach.apply(weight.to(dtype), x.to(dtype))  # type: ignore[no-any-return]
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a matrix product of x is computed in: x's own, or that of autocast, which leaves float64 alone."""
+    cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
+class _WithEach(torch.autograd.Function):
+    """``weight [m, n]`` times each of ``x [B, n, d]`` on a device, where matmul would copy x turned, and its gradient back, to make one
+    product of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, x = ctx.saved_tensors
+        dx = torch.bmm(weight.t().expand(x.shape[0], -1, -1), dy) if ctx.needs_input_grad[1] else None
+        dweight = column_sums(torch.bmm(dy, x.transpose(1, 2)).flatten(1)).view(weight.shape) if ctx.needs_input_grad[0] else None
+        return dweight, dx
 
 
 MANY_ROWS = 16_384

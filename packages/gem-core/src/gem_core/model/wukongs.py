@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.model.interaction import Wukong
-from gem_core.model.layers import column_sums
+from gem_core.model.layers import column_sums, product_dtype
 
 
 def together(experts: Sequence[nn.Module], shortcut: nn.Module, x: Tensor) -> Sequence[Wukong] | None:
@@ -39,7 +39,7 @@ def together(experts: Sequence[nn.Module], shortcut: nn.Module, x: Tensor) -> Se
 
 def summed(experts: Sequence[Wukong], x: Tensor) -> Tensor:
     """``x + sum_e expert_e(x)``, ``[B, n, d] -> [B, n, d]``, for experts that `together` gave."""
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    dtype = product_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         x = x.to(dtype)
         fms = [e.fm for e in experts]

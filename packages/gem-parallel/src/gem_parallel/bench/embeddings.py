@@ -37,6 +37,7 @@ from gem_core.jagged import Jagged
 from gem_core.model.contract import Lookup, TableSet, TableSpec
 from gem_core.train.mesh import Mesh
 from gem_parallel.bench import peers, report
+from gem_parallel.collectives import pushed_mean
 from gem_parallel.collectives.copy_engine import CopyEngineGather, CopyEngineSource
 from gem_parallel.collectives.members import CudaMembers
 from gem_parallel.sparse.comm import Lane, axes
@@ -73,7 +74,8 @@ def arguments() -> argparse.Namespace:
         "--by",
         nargs="+",
         default=["copy-engine", "8", "0"],
-        help="beside the tower: a back end, or NCCL, with at most so many SMs (copy-engine:24; 8; 0: no limit)",
+        help="beside the tower: a back end, or NCCL, with at most so many SMs (copy-engine:24; 8; 0: no limit); copy-engine:4:32: means "
+        "through 32 MiB; copy-engine:4::bulk",
     )
     p.add_argument("--orders", nargs="+", choices=["torchrec", "article"], default=["torchrec", "article"], help="beside the tower")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -360,6 +362,7 @@ class Tower(nn.Module):
 
 
 EXCHANGE = ((Lane, "all_gather"), (Lane, "reduce_mean"), (CopyEngineSource, "gather"), (CopyEngineGather, "mean"))
+STAGING = pushed_mean.STAGING
 SUMS, OWN_COPIES = (CudaMembers, "mean"), (CudaMembers, "copy")
 """Of the copy engine's exchange: the parts that take SMs."""
 
@@ -394,18 +397,37 @@ def waits_marked(bench: Bench) -> Iterator[list[tuple[Any, Any]]]:
         Lane.wait = kept  # type: ignore[method-assign]
 
 
-def back_end(by: str) -> tuple[str, int | None]:
-    """Of ``--by``: the back end, and the most SMs that it may take."""
-    name, _, sms = by.partition(":")
+def back_end(by: str) -> tuple[str, int | None, int, bool]:
+    """Of ``--by``: the back end, the most SMs that it may take, bytes that a member receives means into, and whether by bulk copies."""
+    name, sms, staging, bulk = [*by.split(":"), "", "", ""][:4]
     name, sms = ("default", name) if name.isdigit() else (name, sms)
-    return name, int(sms or 0) or None
+    return name, int(sms or 0) or None, int(staging or 0) << 20 or STAGING, bulk == "bulk"
+
+
+def set_bulk(bench: Bench, wanted: bool) -> None:
+    """:raises RuntimeError: bulk copies compute something else than the other kernels."""
+    if not bench.cuda:
+        return
+    from gem_parallel.collectives import few_sms
+
+    own, sent = (torch.rand(3_000_004, device=bench.device) for _ in range(2))
+    found = []
+    for few_sms.BULK in dict.fromkeys((False, wanted)):
+        mean, copied = torch.empty_like(own), torch.empty_like(own)
+        few_sms.mean(own, sent, 1, own.numel(), mean, 4)
+        few_sms.copy(own.view(torch.uint8), copied.view(torch.uint8), 4)
+        found.append((mean, copied))
+    if not all(torch.equal(a, b) for pair in found for a, b in zip(found[0], pair)) or not torch.equal(found[0][1], own):
+        raise RuntimeError("bulk copies are wrong")
 
 
 def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]:
     a = bench.args
     bench.clean()
-    name, sms = back_end(by)
+    name, sms, staging, bulk = back_end(by)
+    set_bulk(bench, bulk)
     options = {"schedule": schedule, "window": a.tables, "ctas": sms, "collective": name}
+    pushed_mean.STAGING = staging
     module, ok = bench.gem(options), torch.ones((), dtype=torch.bool, device=bench.device)
     tower = Tower(a.tables * a.dim, 8192 if bench.cuda else 64, layers, bench.device)
 
@@ -446,6 +468,8 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     gathers = bench.slowest(statistics.median(bench.timed(lambda i: _gathers(module), a.steps, a.warmup))) if rounds == 2 else 0.0
     total = alone + gathers
     told = ("NCCL" if name == "default" else name) + (f", {sms} SMs" if sms else "")
+    told += f", means through {staging >> 20} MiB" if staging != STAGING else ""
+    told += ", bulk copies" if bulk else ""
     row = {
         "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, **partly, "waiting ms": waiting,
         "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - partly["without exchange ms"]) / total),

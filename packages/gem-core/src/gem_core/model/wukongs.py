@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def summed(experts: Sequence[Wukong], x: Tensor) -> Tensor:
         fms = [e.fm for e in experts]
         projections = [fm.project.to(dtype).t() for fm in fms if fm.project is not None]
         weight = torch.cat([*projections, _sum([e.linear.weight.to(dtype) for e in experts])])
-        ups, downs = [fm.mlp.layers[0] for fm in fms], [fm.mlp.layers[1] for fm in fms]
+        ups, downs = ([cast("nn.Linear", fm.mlp.layers[i]) for fm in fms] for i in range(2))
         total, *products = _Tokens.apply(x, weight, _sum([down.bias.to(dtype) for down in downs]), len(fms), fms[0].out)
         inputs: list[Tensor] = []
         for fm, up, down, product in zip(fms, ups, downs, products):

@@ -177,15 +177,16 @@ def test_ops_keep_their_promises(name, wants_dw):
     for level in range(len(site.levels)):
         site.move(level)
         x, w = torch.randn(45, 70, requires_grad=True), torch.randn(40, 70, requires_grad=wants_dw)
+        b = torch.randn(40, requires_grad=wants_dw)
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(linear_op.linear, (x, w, site.key, torch.float32, "", 0.0, wants_dw, True), test_utils=tests)
-        y, data, scales, stats = linear_op.linear(x, w, site.key, torch.float32, "", 0.0, wants_dw, True)
+        torch.library.opcheck(linear_op.linear, (x, w, b, site.key, torch.float32, "", 0.0, wants_dw, True), test_utils=tests)
+        y, data, scales, stats = linear_op.linear(x, w, b, site.key, torch.float32, "", 0.0, wants_dw, True)
         with FakeTensorMode() as mode:
-            fakes = linear_op.linear(mode.from_tensor(x), mode.from_tensor(w), site.key, torch.float32, "", 0.0, wants_dw, True)
+            fakes = linear_op.linear(*map(mode.from_tensor, (x, w, b)), site.key, torch.float32, "", 0.0, wants_dw, True)
         for real, fake in zip((y, data, scales, stats), fakes):
             assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
         saved = x.detach() if wants_dw and site.policy.wgrad.b is None else None
-        told = (site.key, torch.float32, "", 0.0, True, wants_dw)
+        told = (site.key, torch.float32, "", 0.0, True, wants_dw, wants_dw)
         torch.library.opcheck(
             linear_op.linear_backward, (torch.randn(45, 40), w.detach(), saved, data, scales, stats, *told), test_utils=tests[:2]
         )
@@ -342,6 +343,28 @@ def test_hardware_back_ends_equal_the_emulation(name, tokens):
     ga, gb = quantise(x, policy.wgrad.a, along=0, pad=PAD), quantise(torch.randn_like(x), policy.wgrad.b, along=0, pad=PAD)
     got, wanted = gemm(ga, gb, torch.bfloat16, "torch"), gemm(ga, gb, torch.float32, "emulated")
     torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=wanted.abs().max().item() * 2**-9)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["bf16", "fp8-rowwise", "fp8-block", "mxfp8"])
+def test_bias(name, device):
+    """Added to the product, and its gradient: in the type of the result, whatever the back end does; any token count."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (512, 513):
+        x, w, b = (torch.randn(size, generator=generator).to(device) for size in ((tokens, 640), (384, 640), (384,)))
+        policy = POLICIES["fp8-block"].all_bf16() if name == "bf16" else POLICIES[name]
+        site = Site("s", "linear", [("p", policy)])
+        w, b = w.requires_grad_(), b.requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            plain, y = low_precision_linear(x, w, None, site), low_precision_linear(x, w, b, site)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), plain.float() + b.bfloat16().float(), rtol=2**-7, atol=2**-8)
+        g = torch.randn(tokens, 384, generator=generator).to(device, torch.bfloat16)
+        (db,) = torch.autograd.grad(y, b, g)
+        assert db.dtype == torch.float32
+        torch.testing.assert_close(db, g.float().sum(0), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

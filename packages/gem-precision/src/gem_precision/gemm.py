@@ -6,6 +6,7 @@ what the others are tested against. ``torch`` is cuBLAS through ``torch._scaled_
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 
@@ -98,10 +99,16 @@ def quantise_both(
     return first, quantise(x, column_operand, along=0, hadamard=columns.hadamard, pad=PAD, **options)  # type: ignore[arg-type]
 
 
-def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``a [M, K] @ b [N, K]^T`` with bf16 operands and fp32 accumulation."""
+def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """``a [M, K] @ b [N, K]^T`` (+ ``bias [N]`` in ``out_dtype``) with bf16 operands and fp32 accumulation."""
     a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
-    return _accumulate(a, b, out_dtype)
+    if bias is not None and a.is_cuda and out_dtype == torch.bfloat16:
+        return torch.addmm(bias, a, b.t())
+    return _plus(_accumulate(a, b, out_dtype), bias)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y.add_(bias)
 
 
 def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -112,8 +119,8 @@ def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.mm(a.float(), b.float().t()).to(out_dtype)
 
 
-def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """``a [M, K] @ b [N, K]^T`` of quantised operands, accumulated in fp32.
+def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "auto", bias: Tensor | None = None) -> Tensor:
+    """``a [M, K] @ b [N, K]^T`` (+ ``bias [N]`` in ``out_dtype``) of quantised operands, accumulated in fp32.
 
     :raises OpError: K differs, or the named back end cannot do it.
     """
@@ -132,12 +139,12 @@ def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "aut
                 fix='choose backend = "auto" or "emulated"',
             )
     if backend == "torch":
-        return _scaled_mm(a, b, out_dtype)
+        return _scaled_mm(a, b, out_dtype, bias)
     if backend == "triton":
         from gem_precision.kernels.scaled_gemm import scaled_gemm
 
-        return scaled_gemm(a, b, out_dtype)
-    return _emulated(a, b, out_dtype)
+        return _plus(scaled_gemm(a, b, out_dtype), bias)
+    return _plus(_emulated(a, b, out_dtype), bias)
 
 
 def _warn_once(a: Quantised, b: Quantised) -> None:
@@ -228,13 +235,32 @@ def _decoded(q: Quantised, dtype: torch.dtype) -> Tensor:
     return decode_matrix(q, dtype) if q.data.is_cuda and decodes(q) else q.dequantize(dtype)
 
 
-def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
+def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     rows = a.shape[0]
     if isinstance(a, FP8) and isinstance(b, FP8) and (parts := parts_of(a, b)):
-        return block_gemm(a, b, parts).to(out_dtype)
+        return _plus(block_gemm(a, b, parts).to(out_dtype), bias)
     if isinstance(a, FP8) and a.block == (1, 128) and rows % ROWS:
         a = FP8(with_spare_rows(a.data), F.pad(a.scales, (0, 0, 0, -rows % ROWS), value=1.0), a.elem, a.block)
-    return _aligned_scaled_mm(a, b, out_dtype)[:rows]
+    if bias is not None and not (
+        out_dtype == torch.bfloat16 and bias.is_contiguous() and adds_bias(a.data.device, type(a).__name__, a.block, b.block)
+    ):
+        return _plus(_aligned_scaled_mm(a, b, out_dtype)[:rows], bias)
+    return _aligned_scaled_mm(a, b, out_dtype, bias)[:rows]
+
+
+@functools.lru_cache(maxsize=16)
+def adds_bias(device: torch.device, family: str, a_block: tuple[int, int], b_block: tuple[int, int]) -> bool:
+    """Whether cuBLAS adds a bias to such a product before it is rounded; asked of the library by a product of 128 each, once."""
+    x = torch.zeros(128, 128, dtype=torch.bfloat16, device=device)
+    bias = torch.ones(128, dtype=torch.bfloat16, device=device)
+    if family == "MX":
+        a, b = (quantize_mx(x, block=block) for block in (a_block, b_block))  # type: ignore[arg-type]
+    else:
+        a, b = (quantize_fp8(x, block=block) for block in (a_block, b_block))
+    try:
+        return bool((_aligned_scaled_mm(a, b, torch.bfloat16, bias) == 1).all())
+    except (RuntimeError, ValueError):
+        return False
 
 
 def with_spare_rows(data: Tensor) -> Tensor:
@@ -247,7 +273,7 @@ def with_spare_rows(data: Tensor) -> Tensor:
     return F.pad(data.view(torch.uint8), (0, 0, 0, padded - m)).view(data.dtype)
 
 
-def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Tensor:
+def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     left, right = _k_innermost(a.data), _k_innermost(b.data).t()
     if isinstance(a, MX):
         scale_a = swizzle_scales(strip_scales(a)).view(torch.float8_e8m0fnu)
@@ -258,10 +284,10 @@ def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype) -> Te
         # strips want the rows innermost, squares want K innermost
         scale_a = a.scales.t().contiguous().t()
         if b.block == (128, 128) and b.scales.shape[1] % 4:
-            return _blockwise_padded(left, right, scale_a, b.scales, out_dtype)
+            return _plus(_blockwise_padded(left, right, scale_a, b.scales, out_dtype), bias)
         scale_b = (b.scales.contiguous() if b.block == (128, 128) else b.scales.t().contiguous().t()).t()
     kernel_dtype = torch.bfloat16 if isinstance(a, FP8) and a.block == (1, 0) else out_dtype
-    return torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=kernel_dtype).to(out_dtype)
+    return torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=kernel_dtype).to(out_dtype)
 
 
 def _k_innermost(data: Tensor) -> Tensor:

@@ -35,9 +35,7 @@ def _linear(
     grad = torch.is_grad_enabled()
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if before else rows.to(dtype)
-    y = linear_op.linear(rows, w, site.key, dtype, before, eps, grad and w.requires_grad, grad and training)[0]
-    if b is not None:
-        y = y + b.to(dtype)
+    y = linear_op.linear(rows, w, b, site.key, dtype, before, eps, grad and w.requires_grad, grad and training)[0]
     return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
 
 

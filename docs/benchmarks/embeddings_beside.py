@@ -90,7 +90,7 @@ def copies(how: How) -> Work:
 
 def rows() -> list[tuple[str, Work]]:
     found: list[tuple[str, Work]] = [("copy by a copy engine", lambda own, sent, out: engine_copy(own, sent))]
-    ways = [How(4), How(8), How(4, bulk=True), How(16), How(2, bulk=True), How(8, bulk=True), How(16, bulk=True), How(1, bulk=True)]
+    ways = [How(4), How(8), How(4, bulk=True), How(16), How(2, bulk=True), How(8, bulk=True), How(16, bulk=True)]
     for how in [*ways, How(4, warps=16), How(4, warps=32, block=32768)]:
         found += [(f"mean, {how}", sums(how)), (f"copy, {how}", copies(how))]
     return [*found, ("copy, plain", lambda own, sent, out: sent.copy_(own)), ("mean, all SMs", sums(How(132)))]

@@ -169,13 +169,13 @@ def test_a_slow_source_and_a_slow_log_are_found(tmp_path, monkeypatch):
 
     def slow_log(self, lr):
         calls["log"] += 1
-        time.sleep(0.02)
+        time.sleep(0.08)
         return record(self, lr)
 
     def slow_source(*arguments):
         for group in following(*arguments):
             calls["read"] += 1
-            time.sleep(0.03)
+            time.sleep(0.08)
             yield group
 
     monkeypatch.setattr(overheads.Trainer, "_log_record", slow_log)
@@ -183,8 +183,8 @@ def test_a_slow_source_and_a_slow_log_are_found(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="measured"):
         plain.run()
     bare, logged, fed = (sum(plain.seconds[k]) / 2 for k in ("bare", "logged", "fed"))
-    assert logged - bare > 0.008  # a log every other step
-    assert fed - logged > 0.02
+    assert logged - bare > 0.015  # 0.04 on average, on a host that others use too
+    assert fed - logged > 0.03
     assert calls["read"] == 2 + 2 * (overheads.LEAD + 4)
     assert len(plain.waits.seen) == 4
     assert min(plain.waits.seen) > 0.2

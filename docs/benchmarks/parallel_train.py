@@ -199,7 +199,7 @@ class Run:
                 folder = Path(self.args.runs) / row.name.replace(" ", "-").replace(":", "").replace(",", "")
                 trainer = Trainer(load_config(config, [*given, *row.overrides]), run_dir=folder, quiet=True, overwrite=True)
                 result = trainer.run()
-                found = {task: values["ne"] for task, values in result.tasks.items()}
+                found = {task: values["ne"] for task, values in result.tasks.items() if values["ne"] is not None}  # too few rows
                 first = next((r["ne"] for r in self.found["ne"] if "ne" in r), found)
                 return {"steps": result.steps, "ne": found, "ratio": {t: v / first[t] - 1 for t, v in found.items()}}
 

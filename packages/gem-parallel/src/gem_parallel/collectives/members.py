@@ -14,8 +14,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +164,12 @@ class CudaMembers(Members):
         if source.numel() % 4:
             target.copy_(source)
         elif source.numel():
-            few_sms().copy(source, target, sms)
+            with _in_turn(self.device):
+                few_sms().copy(source, target, sms)
 
     def mean(self, own: Tensor, sent: Tensor, peers: int, stride: int, out: Tensor, sms: int) -> None:
-        few_sms().mean(own, sent, peers, stride, out, sms)
+        with _in_turn(self.device):
+            few_sms().mean(own, sent, peers, stride, out, sms)
 
     def give_up(self) -> None:
         beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -174,6 +178,21 @@ class CudaMembers(Members):
                 if isinstance(window, _CudaWindow) and window.head is not None:
                     window.head.fill_(0x7F)  # every flag above any count
         beside.synchronize()
+
+
+@contextmanager
+def _in_turn(device: torch.device) -> Iterator[None]:
+    """In the current stream's order, and one after another with what others do so: together they take no more SMs than one of them."""
+    current, shared = torch.cuda.current_stream(device), _shared_stream(device)
+    shared.wait_stream(current)
+    with torch.cuda.stream(shared):
+        yield
+    current.wait_stream(shared)
+
+
+@lru_cache
+def _shared_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device, priority=torch.cuda.Stream.priority_range()[1])  # type: ignore[no-untyped-call, call-arg]
 
 
 def few_sms() -> Any:

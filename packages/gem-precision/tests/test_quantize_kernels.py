@@ -17,7 +17,7 @@ from gem_precision.gemm import gemm
 from gem_precision.kernels import interpreting
 from gem_precision.kernels.decode import decode_matrix
 from gem_precision.kernels.measure import fits, measure_on_device, measures
-from gem_precision.kernels.quantize import norm_quantize, quantize_matrix
+from gem_precision.kernels.quantize import norm_backward, norm_quantize, quantize_matrix
 from gem_precision.kernels.scaled_gemm import scaled_gemm
 from gem_precision.linear import convert_linear
 from gem_precision.policy import Operand, fp8_linear, mx_linear
@@ -193,6 +193,20 @@ def test_norm_fused_equals_the_pair(kind, operand, shape):
     else:
         wanted = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6) * weight
     torch.testing.assert_close(fused.y.float(), wanted, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("width", [100, 2500])
+def test_gradient_of_the_norm(kind, width):
+    """Against autograd in float64: rows that one block holds, and longer ones."""
+    generator = torch.Generator().manual_seed(4)
+    x, g = (torch.randn(9, width, generator=generator) * 2 + 0.3 for _ in range(2))
+    stats = norm_quantize(x.to(DEVICE), kind=kind).stats
+    got = norm_backward(x.to(DEVICE), g.to(DEVICE), stats, kind)
+    wide = x.double().requires_grad_()
+    centred = wide - wide.mean(1, keepdim=True) if kind == "layer" else wide
+    (centred * torch.rsqrt(centred.square().mean(1, keepdim=True) + 1e-6)).backward(g.double())
+    torch.testing.assert_close(got.cpu().double(), wide.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("before", [("rms", 1e-6), ("layer", 1e-5), ("act", "gelu"), ("act", "relu"), ("act", "silu")], ids=str)

@@ -215,8 +215,8 @@ def norm_backward(x: Tensor, g: Tensor, stats: Tensor, kind: str) -> Tensor:
     dx = torch.empty_like(x)
     block = min(1 << (x.shape[1] - 1).bit_length(), 2048)
     launch(
-        norm_backward_kernel, x.shape[0], x.device, x, g, stats, dx, *x.shape, LAYER=kind == "layer", BLOCK_C=block,
-        num_warps=max(1, min(8, block // 256)),
+        norm_backward_kernel, x.shape[0], x.device, x, g, stats, dx, *x.shape, LAYER=kind == "layer", ONE=x.shape[1] <= block,
+        BLOCK_C=block, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     return dx
 

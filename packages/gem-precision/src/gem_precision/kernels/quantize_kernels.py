@@ -188,22 +188,31 @@ def norm_quantize_kernel(
 
 
 @triton.jit
-def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row."""
+def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, ONE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row. ``ONE``:
+    BLOCK_C holds a row, which is then read once."""
     row = tl.program_id(0).to(tl.int64)
     mean, rstd = tl.load(stats + row), tl.load(stats + R + row)
-    along = tl.zeros((BLOCK_C,), tl.float32)
-    total = tl.zeros((BLOCK_C,), tl.float32)
-    for start in tl.range(0, C, BLOCK_C):
-        cols = start + tl.arange(0, BLOCK_C)
+    cols = tl.arange(0, BLOCK_C)
+    if ONE:
         upstream = tl.load(g + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
         n = (tl.load(x + row * C + cols, mask=cols < C, other=0.0).to(tl.float32) - mean) * rstd
-        along += upstream * n
-        total += upstream
-    projection = tl.sum(along) / C
-    centre = tl.sum(total) / C if LAYER else 0.0
-    for start in tl.range(0, C, BLOCK_C):
-        cols = start + tl.arange(0, BLOCK_C)
-        upstream = tl.load(g + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
-        n = (tl.load(x + row * C + cols, mask=cols < C, other=0.0).to(tl.float32) - mean) * rstd
-        tl.store(dx + row * C + cols, (rstd * (upstream - centre - n * projection)).to(dx.dtype.element_ty), mask=cols < C)
+        centre = tl.sum(upstream) / C if LAYER else 0.0
+        result = rstd * (upstream - centre - n * (tl.sum(upstream * n) / C))
+        tl.store(dx + row * C + cols, result.to(dx.dtype.element_ty), mask=cols < C)
+    else:
+        along = tl.zeros((BLOCK_C,), tl.float32)
+        total = tl.zeros((BLOCK_C,), tl.float32)
+        for start in tl.range(0, C, BLOCK_C):
+            at = start + cols
+            upstream = tl.load(g + row * C + at, mask=at < C, other=0.0).to(tl.float32)
+            n = (tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32) - mean) * rstd
+            along += upstream * n
+            total += upstream
+        projection = tl.sum(along) / C
+        centre = tl.sum(total) / C if LAYER else 0.0
+        for start in tl.range(0, C, BLOCK_C):
+            at = start + cols
+            upstream = tl.load(g + row * C + at, mask=at < C, other=0.0).to(tl.float32)
+            n = (tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32) - mean) * rstd
+            tl.store(dx + row * C + at, (rstd * (upstream - centre - n * projection)).to(dx.dtype.element_ty), mask=at < C)

@@ -93,9 +93,10 @@ def norm_grads(
     rows, c = x.shape
     info = device_info(x.device)
     dx = torch.empty((rows, c), dtype=x.dtype, device=x.device)
-    few = max(1, min(rows, 4 * info.sms))
-    wanted = want_weight, want_bias, want_sum
-    partial = [torch.zeros((few, c), dtype=torch.float32, device=x.device) if w else None for w in wanted]
+    # at least 4 rows each, since a program's partial sums are as long as a row, in fp32
+    few = max(1, min(-(-rows // 4), 4 * info.sms))
+    wanted, made = (want_weight, want_bias, want_sum), torch.empty if rows else torch.zeros
+    partial = [made((few, c), dtype=torch.float32, device=x.device) if w else None for w in wanted]
 
     def run(config: Config) -> None:
         from gem_kernels.triton.dense.norm_kernels import norm_bwd_kernel

@@ -119,13 +119,15 @@ class Run:
             if self.rank == 0:
                 if self.args.after is not None:
                     self.wait()
-                for part, captured in (("captured", True), ("speed", False)):
+                singles = (
+                    ("captured", True, self.args.batch),
+                    ("copies", False, self.args.batch_copies),
+                    ("speed", False, self.args.batch),
+                )
+                for part, captured, batch in (*singles, ("host", False, 8)):
                     for row in self.ladder_rows(captured=captured, gpus=1) if part in parts else ():
-                        self.keep(part, self.attempt(lambda row=row: self.timed(row, self.args.batch), row))
+                        self.keep(part, self.attempt(lambda row=row, batch=batch: self.timed(row, batch), row))
                         _clean()
-                for row in self.ladder_rows(captured=False, gpus=1) if "host" in parts else ():
-                    self.keep("host", self.attempt(lambda row=row: self.timed(row, 8), row))
-                    _clean()
 
     def wait(self) -> None:
         """Compile, then wait for what runs beside."""
@@ -179,7 +181,7 @@ class Run:
         rows = {row.name: row for row in self.ladder_rows(captured=False, gpus=self.world)}
         for row in [rows[name] for name in names if name in rows] * 2:
             self.each("copies", lambda row=row: self.timed(row, self.args.batch_copies), row)  # type: ignore[misc]
-        done = [r for r in self.found["copies"] if "error" not in r]
+        done = [r for r in self.found["copies"] if "error" not in r and r["gpus"] > 1]
         for a, b in ((0, 1), (0, 2), (1, 3), (2, 3)):
             if b < len(done) and not self.rank:
                 same = [x == y for x, y in zip(done[a]["losses"], done[b]["losses"], strict=True)]

@@ -63,6 +63,7 @@ def test_goals() -> None:
     assert of("cross-1024x32-s0.5", "forward", 200) == pytest.approx(0.8 * 129, rel=0.02)
     assert of("self-256-s0.5", "backward", 100) == pytest.approx(0.5 * 457, rel=0.04)
     assert of("self-256-s0.5", "backward", 100, "gdpa") == pytest.approx(0.5 * 522, rel=0.04)
+    assert of("self-1024-s0.5-d64", "forward", 100) == pytest.approx(130)
     assert of("pma-32x4096-s0.5", "backward", 0) == 111
     assert of("window128-8192", "forward", 0) is None
     window = thin("window128-4096")

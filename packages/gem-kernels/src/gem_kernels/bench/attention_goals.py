@@ -55,4 +55,4 @@ def goal(data: Data, line: dict[str, Any], best: float, limits: Ceilings, done: 
     of_gemm, of_bytes, of_floor = _SHARES[pass_]
     by_bytes = flops / data.least_bytes(line["op"] == "jagged_attention", bool(at)) * limits.copy
     wanted = min(_BETTER * best, of_gemm * limits.gemm * fill(data), of_bytes * by_bytes)
-    return max(wanted, of_floor * min(limits.gemm, by_bytes))
+    return max(wanted, of_floor * min(limits.gemm, by_bytes)) if row.floors else wanted

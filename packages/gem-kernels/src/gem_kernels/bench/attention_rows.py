@@ -22,8 +22,8 @@ class Row:
     """``q`` and ``k`` are (longest, sparsity); ``k`` None: the keys have the queries' lengths. With ``broadcast`` q is one for all.
 
     ``precisions`` are timed too where the run takes the implementation that a call would. ``least`` (TFLOP/s), ``most_ms`` and ``like`` (a
-    share of another row's rate) are goals of forward and backward, see `attention_goals`; ``recorded`` is the forward rate of ads_mkl's
-    Triton GDPA, which is not installable, on a card of 680 TFLOP/s.
+    share of another row's rate) are goals of forward and backward, see `attention_goals`; without ``floors`` the peers alone set them.
+    ``recorded`` is the forward rate of ads_mkl's Triton GDPA, which is not installable, on a card of 680 TFLOP/s.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Row:
     least: tuple[float, float] | None = None
     most_ms: tuple[float, float] | None = None
     like: tuple[str, float] | None = None
+    floors: bool = True
     recorded: float | None = None
 
 
@@ -61,10 +62,10 @@ ROWS = (
     Row("pma-32x4096-s0.1", (32, 1.0), (4096, 0.1), broadcast=True, peers=(), least=(105, 107)),
     Row("pma-128x4096-s0.5", (128, 1.0), (4096, 0.5), broadcast=True, peers=(), least=(330, 280)),
     Row("window128-4096", (4096, 1.0), batch=128, window=(128, 128), peers=("varlen_attn", "fa4"), most_ms=(1.0, 2.33)),
-    Row("window256-4096", (4096, 1.0), batch=128, window=(256, 256), ops=("jagged_attention",), peers=("varlen_attn",)),
+    Row("window256-4096", (4096, 1.0), batch=128, window=(256, 256), ops=("jagged_attention",), peers=("varlen_attn",), floors=False),
     Row("window128-8192", (8192, 1.0), batch=128, window=(128, 128), ops=("jagged_attention",), peers=()),
     Row("hstu-4099-d256", (4099, 1.0), batch=32, dim=256, ops=("gdpa",), activation="silu", causal=True, peers=(), least=(561, 336)),
-    Row("causal-1024-s0.5", (1024, 0.5), causal=True, activation="silu"),
+    Row("causal-1024-s0.5", (1024, 0.5), causal=True, activation="silu", floors=False),
     Row(
         "causal-bias-targets-1024-s0.5",
         (1024, 0.5),
@@ -75,9 +76,19 @@ ROWS = (
         peers=(),
         like=("causal-1024-s0.5", 0.7),
     ),
-    Row("flex-1024-s0.5-b128", (1024, 0.5), batch=128, ops=("jagged_attention",), peers=("varlen_attn", "flex")),
-    Row("self-1024-s0.5-d64", (1024, 0.5), heads=8, dim=64, peers=("varlen_attn",)),
-    Row("causal-200-s0.3-d32", (200, 0.3), batch=4096, heads=2, dim=32, causal=True, activation="silu", peers=("varlen_attn",)),
+    Row("flex-1024-s0.5-b128", (1024, 0.5), batch=128, ops=("jagged_attention",), peers=("varlen_attn", "flex"), floors=False),
+    Row("self-1024-s0.5-d64", (1024, 0.5), heads=8, dim=64, peers=("varlen_attn",), floors=False),
+    Row(
+        "causal-200-s0.3-d32",
+        (200, 0.3),
+        batch=4096,
+        heads=2,
+        dim=32,
+        causal=True,
+        activation="silu",
+        peers=("varlen_attn",),
+        floors=False,
+    ),
 )
 
 

@@ -184,6 +184,13 @@ def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
     with pytest.raises(CheckpointError, match="no run folder"):
         train(tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
+    (tmp_path / "mine" / "config.toml").write_text("")  # as it stands beside converted data
+    for way in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(CheckpointError, match=r"no run folder \(it has no run.json\) and holds thesis.tex"):
+            train(tmp_path / "mine", **way)
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["config.toml", "thesis.tex"]
+    with pytest.raises(gem_core.GemError, match="exclude each other"):
+        train(tmp_path / "run", resume=True, overwrite=True)
 
 
 def test_resuming_with_another_model_is_refused_key_by_key(tmp_path):

@@ -56,6 +56,8 @@ class RunFolder:
         :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, it is no run folder, or all
             its checkpoints are gone.
         """
+        if resume and overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other", where=str(self.path), fix="leave one of them out")
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError("the run folder is a file", where=str(self.path), fix="give another one: --run-dir")
         # What is not published yet is what a run that was killed at its very start leaves.
@@ -70,6 +72,14 @@ class RunFolder:
             raise CheckpointError(
                 "the folder is no run folder (it has no config.toml)", where=str(self.path), fix="give another one, or empty it by hand"
             )
+        # Converted data have a config.toml beside them.
+        strange = [] if self.header.is_file() else [name for name in holds if self.path / name not in self._own()]
+        if strange:
+            raise CheckpointError(
+                f"the folder is no run folder (it has no run.json) and holds {', '.join(strange[:4])}{', …' if len(strange) > 4 else ''}",
+                where=str(self.path),
+                fix="give another one: --run-dir",
+            )
         if resume:
             self.checkpoints.recover()
             gone = {} if self.checkpoints.steps() else self.checkpoints.gone()
@@ -77,11 +87,17 @@ class RunFolder:
                 raise self.checkpoints.unusable(gone)
         return resume and bool(self.checkpoints.steps())
 
+    def _own(self) -> tuple[Path, ...]:
+        """What a run has that was killed before it wrote its header, or copied without it."""
+        written = self.metrics, self.evals, self.decisions, self.summary, self.tensorboard, self.nonfinite
+        return self.config, self.fitted, self.checkpoints.directory, *written
+
     def create(self, config: Config, resume: bool) -> None:
         """Make the folder with its configuration, empty but for that unless ``resume``; call after `check`, when everything else about
         the run is known to be right. Killed at any point, it leaves a folder that `check` knows for one of a run."""
         if self.path.exists() and not resume:
-            for path in self.path.iterdir():
+            # the header last: it is what tells that the rest is a run's
+            for path in sorted(self.path.iterdir(), key=lambda p: p == self.header):
                 if path != self.config:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         self.path.mkdir(parents=True, exist_ok=True)

@@ -75,16 +75,17 @@ class Probe(Trainer):
         self.parts.module.train()
         self.meter.mark(None)
         source = grouped(self.feed, self.config.train.accumulate, self.step.looks_ahead)
-        kept: list[tuple[Sequence[Fed], Fed | None]] = []
+        kept: list[tuple[Sequence[Fed], Fed | None]] = [next(source)]
 
         def fed(i: int) -> None:
-            kept.append(next(source))
+            # In the trainer's loop a batch is taken while the device computes the one before; so it is at a window's edges, too.
             self._one(*kept[-1])
+            kept.append(next(source))
 
         for i in range(self.warmup):
             fed(i)
         for _ in range(2):  # every shape twice: a captured step is recorded at its second batch
-            for batches, following in kept:
+            for batches, following in kept[:-1]:
                 self._bare(batches, following)
         turn = tries = 0
         while turn < self.rounds:
@@ -92,7 +93,7 @@ class Probe(Trainer):
             known, heard = self.step.news, len(self.waits.seen)
             for i in range(LEAD):
                 fed(i)
-            kept.clear()
+            del kept[:-1]
             self.waits.counting = True
             self.seconds["fed"].append(self._window(fed))
             self.waits.counting = False

@@ -71,7 +71,7 @@ def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) ->
     }  # fmt: skip
 
 
-def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act: int = 0) -> dict[str, Any]:
+def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act: int = 0, sums: bool = False) -> dict[str, Any]:
     """``act``: an activation in the place of FP8's norm."""
     meta = _meta(operand)
     mx = operand.format == "mx"
@@ -85,8 +85,9 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act:
         kept = ("x", "y_out", "row_data", "row_scales", "R", "C", "stride")
         rows = {name: types[name] for name in kept} | {"strips_c": "i32"}
         return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
-    constexprs |= {"NORM": not mx and not act, "WEIGHT": not mx and not act, "BIAS": False, "SQUARE": not mx}
-    types = {name: kind for name, kind in types.items() if name != "seeds"} | {"strips_r": "i32", "strips_c": "i32"}
+    constexprs |= {"NORM": not mx and not act, "WEIGHT": not mx and not act, "BIAS": False, "SQUARE": not mx, "SUMS": sums}
+    types = types | {"sums": "*fp32", "strips_r": "i32", "strips_c": "i32"}
+    types = {name: types[name] for name in quantize_both_kernel.arg_names if name in types}
     return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
 
 
@@ -138,8 +139,10 @@ def main(arch: int) -> None:
             found[f"gluon_{name}"] = by_hand(operand, arch, types, True)
             found[f"gluon_{name.replace('both', 'rows')}"] = by_hand(operand, arch, types, False)
     types = NORM | scales | SIZES
+    strips = Operand("fp8", block=(1, 128))
     for act in (2, 3):
-        found[f"gluon_fp8_act_{act}"] = by_hand(Operand("fp8", block=(1, 128)), arch, types, True, act)
+        found[f"gluon_fp8_act_{act}"] = by_hand(strips, arch, types, True, act)
+    found["gluon_fp8_sums"] = by_hand(strips, arch, types, True, 1, True)
     print(json.dumps(found))
 
 

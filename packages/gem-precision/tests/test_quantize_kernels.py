@@ -133,6 +133,21 @@ def test_fp8_blocks(shape):
     assert_same(squares.columns, codec(x, square, 0))
 
 
+@pytest.mark.parametrize("rows", [Operand(), Operand("fp8", block=(1, 128))], ids=str)
+def test_sums_of_columns(rows):
+    """Of whole and of cut tiles, beside the same codes as without."""
+    columns = rows if rows.format == "mx" else Operand("fp8", block=(128, 128))
+    generator = torch.Generator().manual_seed(6)
+    for shape in [(256, 384), (70, 300), (1, 128), (513, 40), (130, 5)]:
+        x = torch.randn(shape, generator=generator).to(torch.bfloat16).to(DEVICE)
+        got = quantize_matrix(x, rows, columns, pad=32, sums=True)
+        torch.testing.assert_close(got.sums.double(), x.double().sum(0), rtol=1e-5, atol=1e-4)
+        plain = quantize_matrix(x, rows, columns, pad=32)
+        assert plain.sums is None
+        assert_same(got.rows, plain.rows)
+        assert_same(got.columns, plain.columns)
+
+
 @pytest.mark.parametrize("shape", [(128, 128), (70, 300), (130, 33)])
 def test_scales_in_tiles(shape):
     x, operand = numbers(shape), Operand()

@@ -22,7 +22,7 @@ from gem_precision.formats.random import draw_seed, random_bits
 from gem_precision.hadamard import random_hadamard
 from gem_precision.kernels.block_gemm import block_gemm, parts_of
 from gem_precision.kernels.decode import decode_matrix, decodes
-from gem_precision.kernels.quantize import quantize_matrix, serves_mixed, takes
+from gem_precision.kernels.quantize import column_sums, quantize_matrix, serves_mixed, takes
 from gem_precision.policy import Gemm, Operand
 
 Quantised = MX | FP8
@@ -80,9 +80,10 @@ def quantise_both(
     *,
     hadamard_seed: int = 0,
     generator: torch.Generator | None = None,
-) -> tuple[Quantised, Quantised]:
+    sums: bool = False,
+) -> tuple[Quantised, Quantised, Tensor | None]:
     """``x`` as an operand of two GEMMs: ``[R, K = C]`` of ``rows`` and, transposed, ``[C, K = R]`` of ``columns``; in one read of x
-    where the kernels can."""
+    where the kernels can. With ``sums`` also the sums of x's columns ``[C]``, fp32."""
     one_read = (
         rows.hadamard is None and columns.hadamard is None and kernels.usable(x) and takes(row_operand)
         and (replace(row_operand, rounding="nearest") == replace(column_operand, rounding="nearest")
@@ -90,13 +91,14 @@ def quantise_both(
         and (row_operand.block[0] == 1 or row_operand == column_operand)
     )  # fmt: skip
     if one_read:
-        done = quantize_matrix(x, row_operand, column_operand, generator=generator, pad=PAD)
+        done = quantize_matrix(x, row_operand, column_operand, generator=generator, pad=PAD, sums=sums)
         assert done.rows is not None
         assert done.columns is not None
-        return done.rows, done.columns
+        return done.rows, done.columns, done.sums
     options = {"hadamard_seed": hadamard_seed, "generator": generator}
     first = quantise(x, row_operand, hadamard=rows.hadamard, **options)  # type: ignore[arg-type]
-    return first, quantise(x, column_operand, along=0, hadamard=columns.hadamard, pad=PAD, **options)  # type: ignore[arg-type]
+    second = quantise(x, column_operand, along=0, hadamard=columns.hadamard, pad=PAD, **options)  # type: ignore[arg-type]
+    return first, second, column_sums(x) if sums else None
 
 
 def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from gem_precision import kernels
 from gem_precision.formats import element
 from gem_precision.fused import fused_operands, through
 from gem_precision.gemm import PAD, Quantised, gemm, high_precision_gemm, quantise, quantise_both
-from gem_precision.kernels.quantize import takes
+from gem_precision.kernels.quantize import column_sums, takes
 from gem_precision.policy import Gemm, LinearPolicy, Operand
 from gem_precision.site import Site, site_of
 
@@ -37,14 +37,14 @@ class _Operands:
         return q
 
     def both(
-        self, names: tuple[str, str], x: Tensor, rows: Gemm, row: Operand, columns: Gemm, column: Operand
-    ) -> tuple[Quantised, Quantised]:
-        first, second = quantise_both(x, rows, row, columns, column, **self.options)
+        self, names: tuple[str, str], x: Tensor, rows: Gemm, row: Operand, columns: Gemm, column: Operand, sums: bool = False
+    ) -> tuple[Quantised, Quantised, Tensor | None]:
+        first, second, found = quantise_both(x, rows, row, columns, column, sums=sums, **self.options)
         if rows.hadamard is None:
             self.site.record(names[0], x, first)
         if columns.hadamard is None:
             self.site.record(names[1], x.t(), second)
-        return first, second
+        return first, second, found
 
     def probe(self, gemm_name: str, operand: str, x: Tensor, *, along: int = 1) -> None:
         """While a demoted site is measured: what its recipe would do to ``x`` now."""
@@ -85,7 +85,7 @@ def linear(
                 if saved_x is not None:
                     site.record("wgrad.x", plain.t(), saved_x)
         elif fprop.a is not None and keeps:
-            qx, saved_x = operands.both(("fprop.x", "wgrad.x"), x, fprop, fprop.a, wgrad, wgrad.b)  # type: ignore[arg-type]
+            qx, saved_x, _ = operands.both(("fprop.x", "wgrad.x"), x, fprop, fprop.a, wgrad, wgrad.b)  # type: ignore[arg-type]
         elif fprop.a is not None:
             qx = operands.one("fprop.x", x, fprop, fprop.a)
         elif keeps:
@@ -146,9 +146,9 @@ def linear_backward(
     with torch.autocast(g.device.type, enabled=False):
         site.record("dy", g, None)
         low_dx, low_dw = wants_dx and dgrad.a is not None, wants_dw and wgrad.a is not None
-        row = column = dx = dw = None
+        row = column = dx = dw = db = None
         if low_dx and low_dw:
-            row, column = operands.both(("dgrad.dy", "wgrad.dy"), g, dgrad, dgrad.a, wgrad, wgrad.a)  # type: ignore[arg-type]
+            row, column, db = operands.both(("dgrad.dy", "wgrad.dy"), g, dgrad, dgrad.a, wgrad, wgrad.a, wants_db)  # type: ignore[arg-type]
         elif low_dx:
             row = operands.one("dgrad.dy", g, dgrad, dgrad.a)  # type: ignore[arg-type]
         elif low_dw:
@@ -171,15 +171,9 @@ def linear_backward(
         if dx is not None and first is not None:
             assert x is not None
             dx = through(first, (x, stats), dx)
-        db = _column_sums(g) if wants_db else g.new_empty(0, dtype=torch.float32)
+        if db is None:
+            db = column_sums(g) if wants_db else g.new_empty(0, dtype=torch.float32)
     return g.new_empty(0) if dx is None else dx, g.new_empty(0) if dw is None else dw, db
-
-
-def _column_sums(g: Tensor) -> Tensor:
-    """``g.sum(0)`` in fp32; on a device and in 16 bits a product with ones, which reads rows twice as fast as a reduction does."""
-    if g.is_cuda and g.dtype in (torch.bfloat16, torch.float16) and g.numel():
-        return torch.mm(g.new_ones((g.shape[0], 8)).t(), g, out_dtype=torch.float32)[0]
-    return g.sum(0, dtype=torch.float32)
 
 
 @linear_backward.register_fake

@@ -92,10 +92,11 @@ def _vector(at, inside, FULL: gl.constexpr):
 
 @gluon.jit
 def _one_tile(
-    tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride, strips_r,
+    tile, x, weight, bias, y_out, stats, sums, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride, strips_r,
     strips_c, FULL: gl.constexpr, ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr,
-    SQUARE: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
-    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    SQUARE: gl.constexpr, SUMS: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr,
+    EMAX: gl.constexpr, LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     # two columns a thread are one word in shared memory
@@ -147,6 +148,9 @@ def _one_tile(
     for part in gl.static_range(PARTS):
         left = col0 + part * N
         turned = tile.permute((1, 0)).slice(part * N, N).load(runs).to(gl.float32)
+        if SUMS:
+            mine = left + gl.arange(0, N, layout=gl.SliceLayout(1, runs))
+            gl.store(sums + row0 // TILE * C + mine, gl.sum(turned, 1), mask=mine < C)
         if SQUARE:
             codes = _codes(turned * inverse, E5M2)
         else:
@@ -163,15 +167,16 @@ def _one_tile(
 
 @gluon.jit
 def quantize_both_kernel(
-    x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride, strips_r, strips_c,
+    x, weight, bias, y_out, stats, sums, row_data, row_scales, col_data, col_scales, R, C, stride, col_stride, strips_r, strips_c,
     ACT: gl.constexpr, NORM: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, WRITE_Y: gl.constexpr, SQUARE: gl.constexpr,
-    SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr, LARGEST: gl.constexpr,
-    TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    SUMS: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, RULE: gl.constexpr, MBITS: gl.constexpr, EMAX: gl.constexpr,
+    LARGEST: gl.constexpr, TOP_MANTISSA: gl.constexpr, E5M2: gl.constexpr, B: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Optional activation, or norm from its statistics, rounded to y_out's dtype (16 bits) as the unfused op does, then quantise.
 
-    ``SQUARE``: the columns' blocks are squares of 128, the rows' are strips. ``strips_r``, ``strips_c``: blocks along R and C. ``PARTS``: a
-    tile is worked on in so many parts, of rows and then of columns, which need fewer registers: more programs fit on a multiprocessor.
+    ``SQUARE``: the columns' blocks are squares of 128, the rows' are strips. ``strips_r``, ``strips_c``: blocks along R and C. ``SUMS``:
+    also ``sums [ceil(R / 128), C]``, those of the columns. ``PARTS``: a tile is worked on in so many parts, of rows and then of columns,
+    which need fewer registers: more programs fit on a multiprocessor.
     """
     tile = gl.allocate_shared_memory(y_out.dtype.element_ty, (TILE, TILE), gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     across = gl.cdiv(C, TILE)
@@ -179,15 +184,15 @@ def quantize_both_kernel(
     col0 = (gl.program_id(0) % across).to(gl.int64) * TILE
     if (row0 + TILE <= R) & (col0 + TILE <= C):
         _one_tile(
-            tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
-            strips_r, strips_c, True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
-            E5M2, B, WARPS, PARTS,
+            tile, x, weight, bias, y_out, stats, sums, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+            strips_r, strips_c, True, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SUMS, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST,
+            TOP_MANTISSA, E5M2, B, WARPS, PARTS,
         )  # fmt: skip
     else:
         _one_tile(
-            tile, x, weight, bias, y_out, stats, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
-            strips_r, strips_c, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST, TOP_MANTISSA,
-            E5M2, B, WARPS, PARTS,
+            tile, x, weight, bias, y_out, stats, sums, row_data, row_scales, col_data, col_scales, row0, col0, R, C, stride, col_stride,
+            strips_r, strips_c, False, ACT, NORM, WEIGHT, BIAS, WRITE_Y, SQUARE, SUMS, SWIZZLE, FP8, RULE, MBITS, EMAX, LARGEST,
+            TOP_MANTISSA, E5M2, B, WARPS, PARTS,
         )  # fmt: skip
 
 

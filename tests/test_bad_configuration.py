@@ -18,14 +18,23 @@ CASES = {
     "unknown section": ("[trainer]\nsteps = 3\n", r"unknown key trainer\n  where: trainer \(my\.toml:1\)\n  fix:   did you mean train\?"),
     "unknown model option": ("[model]\nlayer = 3\n", r"unknown key model\.layer\n  where: model\.layer \(my\.toml:2\)"),
     "unknown preset": ("[model]\npreset = 'tinny'\n", r"tinny.*\n(.*\n)*.*tiny"),
-    "unknown model": ("[model]\nname = 'gemm'\n", r"there is no model called 'gemm'; there are: .*gem"),
+    "unknown model": (
+        "[model]\nname = 'gemm'\n",
+        r"there is no model called 'gemm'; there are: .*gem.*\n  where: model\.name \(my\.toml:2\)",
+    ),
+    "unknown source": ("[data]\nsource = 'synthetik'\n", r"called 'synthetik'.*\n  where: data\.source \(my\.toml:2\)\n.*'synthetic'"),
+    "unknown recipe": ("[precision]\nrecipe = 'fp23'\n", r"called 'fp23'.*\n  where: precision\.recipe \(my\.toml:2\)\n.*'fp32'"),
+    "unknown callback": ("[train.callbacks.nobody]\n", r"called 'nobody'.*\n  where: train\.callbacks\.nobody \(my\.toml:1\)"),
     "unknown source option": (
         "[data.synthetic]\nrowz = 3\n",
         r"unknown key data\.synthetic\.rowz\n  where: data\.synthetic\.rowz \(my\.toml:2\)",
     ),
     "unknown implementation": ("[kernels.ops]\ngdpa = 'fastest'\n", r"fastest"),
     "unknown op": ("[kernels.ops]\ngpda = 'reference'\n", r"no op called 'gpda'\n.*\n.*did you mean 'gdpa'\?"),
-    "unknown metric": ("[eval]\nmetrics = ['nee']\n", r"there is no metric called 'nee'.*\n.*did you mean 'ne'"),
+    "unknown metric": (
+        "[eval]\nmetrics = ['nee']\n",
+        r"there is no metric called 'nee'.*\n  where: eval\.metrics \(my\.toml:2\)\n.*did you mean 'ne'",
+    ),
     "wrong type": ("[train]\nsteps = 'many'\n", r"train\.steps = \"many\": input should be a valid integer"),
     "out of range": ("[data]\nbatch_size = 0\n", r"data\.batch_size = 0: input should be greater than 0"),
     "two features with one name": (

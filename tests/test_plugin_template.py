@@ -41,6 +41,12 @@ def test_names_that_cannot_be(name: str, tmp_path: Path):
         write(name, "kernel", tmp_path)
 
 
+def test_the_name_of_what_is_installed_is_refused(tmp_path: Path):
+    for name in ("gem-core", "pluggy"):
+        with pytest.raises(ConfigError, match=f"{name} [0-9.]+ is installed"):
+            write(name, "kernel", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from gem_core.cli import main
+from gem_core.cli.train import task_text
 
 TINY = """
 [run]
@@ -164,3 +165,9 @@ def test_profile_writes_a_trace_and_a_summary(tmp_path, capsys):
     assert (folder / "trace.json.gz").stat().st_size > 0
     assert json.loads((folder / "summary.json").read_text())["steps"] == 5
     assert "aten::" in (folder / "summary.txt").read_text()
+
+
+def test_the_share_of_the_explainable_is_told_where_something_is() -> None:
+    """On a few held-out rows the planted probabilities may do worse than the base rate."""
+    assert task_text({"ne": 0.9, "bayes_ne": 0.8}, {}) == "NE 0.9000 (Bayes 0.8000: 50% of the explainable gain)"
+    assert task_text({"ne": 1.1, "bayes_ne": 1.0}, {}) == "NE 1.1000 (Bayes 1.0000)"

@@ -159,8 +159,10 @@ def test_growth_that_would_change_ids_is_refused(tmp_path: Path):
     gem_core.train(config(with_rows(260), steps=1), run_dir=tmp_path / "a", quiet=True)
     with pytest.raises(CheckpointError, match="has 200 rows here and 260"):
         gem_core.train(config(steps=1, start=tmp_path / "a"), run_dir=tmp_path / "b", quiet=True)
-    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+    with pytest.raises(CheckpointError, match="no run folder"):
         gem_core.train(config(steps=1, start=tmp_path / "none"), run_dir=tmp_path / "c", quiet=True)
+    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "c").exists()
 
 
 # --- drift ---

@@ -10,7 +10,7 @@ import pytest
 
 from gem_core import load_config, train
 from gem_core.cli import main
-from gem_core.errors import ConfigError
+from gem_core.errors import ConfigError, DataError
 from gem_core.sources.synthetic import SyntheticConfig
 from gem_data.distill import distill
 from gem_data.synth import write_synthetic
@@ -95,6 +95,8 @@ def test_what_is_refused(log, tmp_path, monkeypatch):
     (tmp_path / "other.toml").write_text(text)
     with pytest.raises(ConfigError, match="the student learns click, sale"):
         distill(log / "teacher", tmp_path / "other.toml", scores=tmp_path / "s", overrides=changes(log))
+    with pytest.raises(DataError, match="cannot be written"):
+        student(log, tmp_path, scores=log / "config.toml")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="in one process"):
         student(log, tmp_path)

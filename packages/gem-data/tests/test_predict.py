@@ -162,6 +162,8 @@ def test_what_is_wrong_is_named(trained, tmp_path):
             write_predictions(model, [data], tmp_path / "p.parquet", columns=["nothing"])
         with pytest.raises(DataError, match="no such file"):
             write_predictions(model, [str(tmp_path / "none.parquet")], tmp_path / "p.parquet")
+        with pytest.raises(DataError, match="would take the place of their input"):
+            write_predictions(model, [str(trained)], trained / "eval.parquet")
         clash = pq.read_table(data).slice(0, 5).append_column("ctr_probability", pa.array([0.5] * 5))
         pq.write_table(clash, tmp_path / "clash.parquet")
         with pytest.raises(ConfigError, match="has the name of a result"):

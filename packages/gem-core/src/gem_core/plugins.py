@@ -125,14 +125,14 @@ class PluginManager:
                 seen[name] = plugin
         return [spec for plugin in self._plugins.values() for spec in plugin.offers.get(kind, ())]
 
-    def find(self, kind: str, name: str) -> Any:
-        """The spec of ``kind`` called ``name`` (a kernel: ``op/name``).
+    def find(self, kind: str, name: str, where: str | None = None) -> Any:
+        """The spec of ``kind`` called ``name`` (a kernel: ``op/name``), which is asked for at ``where``.
 
         :raises PluginError: there is none; the message lists the names there are, the nearest one, and the plug-ins that failed to load.
         """
         offers = {offer_name(spec): spec for spec in self.offers(kind)}
         if name not in offers:
-            raise self.missing(f"{kind.replace('_', ' ')} called {name!r}", name, offers)
+            raise self.missing(f"{kind.replace('_', ' ')} called {name!r}", name, offers, where)
         return offers[name]
 
     def missing(self, what: str, name: str, there: Iterable[str], where: str | None = None) -> PluginError:

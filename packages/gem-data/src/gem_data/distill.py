@@ -90,8 +90,8 @@ def _scored(model: Predictor, files: list[DataFile], out: Path, about: dict[str,
         with suppress(ValueError):
             if json.loads(told.read_text()) == record:
                 return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    told.unlink(missing_ok=True)
+    with suppress(OSError):  # writing the first file tells of a folder that cannot be
+        told.unlink()
     columns = [*files[0].schema.names, *(key for key, _ in files[0].partition if key not in files[0].schema.names)]
     done = write_predictions(model, files, out, columns=columns, tasks=about["tasks"], result=COLUMN)
     write_text(told, json.dumps(record, indent=1) + "\n")

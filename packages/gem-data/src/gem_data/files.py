@@ -44,8 +44,10 @@ class DataFile:
         return sum(self.rows[:row_group])
 
 
-def find_files(paths: Path | Sequence[Path], root: str = ".") -> list[DataFile]:
+def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[DataFile]:
     """Open all files under ``paths`` (files, folders, patterns with ``*``, fsspec URLs) and read their footers.
+
+    :param root: ``[data.parquet] root``, where relative paths start; None: the working folder.
 
     :raises DataError: a path that matches nothing, a folder without Parquet files, a file that is not Parquet or is cut off.
     """
@@ -62,18 +64,20 @@ def find_files(paths: Path | Sequence[Path], root: str = ".") -> list[DataFile]:
         return list(pool.map(lambda f: _footer(*f), unique))
 
 
-def _expand(path: Path, root: str) -> list[tuple[pafs.FileSystem, str, str]]:
+def _expand(path: Path, root: str | None) -> list[tuple[pafs.FileSystem, str, str]]:
     """(filesystem, path in it, base folder for partitions) of every file that ``path`` stands for, sorted."""
-    filesystem, inner, full = filesystem_of(path, root)
+    filesystem, inner, full = filesystem_of(path, root or ".")
+    start = "this folder is" if root is None else f'[data.parquet] root = "{root}" is'
+    fix = "check the path" if "://" in full or os.path.isabs(path) else f"check the path; {start} {os.path.abspath(root or '.')}"
     local = isinstance(filesystem, pafs.LocalFileSystem)
     if local and any(c in inner for c in "*?[") and not os.path.exists(inner):
         matches = sorted(glob.glob(inner, recursive=True))
         if not matches:
-            raise DataError("no file matches the pattern", where=full, fix="check the path; it is relative to [data.parquet] root")
-        return [f for match in matches for f in _expand(match, ".")]
+            raise DataError("no file matches the pattern", where=full, fix=fix)
+        return [f for match in matches for f in _expand(match, None)]
     info = _info(filesystem, inner, full)
     if info.type == pafs.FileType.NotFound:
-        raise DataError("there is no such file or folder", where=full, fix="check the path; relative paths start at [data.parquet] root")
+        raise DataError("there is no such file or folder", where=full, fix=fix)
     if info.type == pafs.FileType.File:
         return [(filesystem, info.path, "")]
     below = filesystem.get_file_info(pafs.FileSelector(inner, recursive=True))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import torch
 
 from gem_core.errors import ConfigError, DataError
@@ -58,6 +59,8 @@ def write_predictions(
     """
     opened = [path for path in paths if isinstance(path, DataFile)]
     files = opened or find_files([str(path) for path in paths])
+    if any(isinstance(file.filesystem, pafs.LocalFileSystem) and _same(Path(file.path), out) for file in files):
+        raise DataError("the predictions would take the place of their input", where=str(out), fix="choose another --out")
     decoder = Decoder(predict.features, predict.hashed)
     for file in files:
         decoder.check(file)
@@ -86,6 +89,10 @@ def write_predictions(
 
     rows = write_parquet(out, schema, tables())
     return Predicted(rows, refused)
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
 
 
 def _columns(predict: Predictor, files: list[DataFile], columns: Sequence[str]) -> list[str]:

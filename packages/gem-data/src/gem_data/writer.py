@@ -31,7 +31,9 @@ def write_parquet(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> 
                 rows += table.num_rows
         os.replace(temporary, path)
     except OSError as error:
-        raise DataError(f"the file cannot be written: {error}", where=str(path), fix="free space, or choose another folder") from error
+        raise DataError(
+            f"the file cannot be written: {error.strerror or error}", where=str(path), fix="free space, or choose another folder"
+        ) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -75,4 +77,6 @@ def write_text(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"the file cannot be written: {error}", where=str(path), fix="free space, or choose another folder") from error
+        raise DataError(
+            f"the file cannot be written: {error.strerror or error}", where=str(path), fix="free space, or choose another folder"
+        ) from error

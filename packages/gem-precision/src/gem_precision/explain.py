@@ -20,7 +20,11 @@ def decisions(resolved: ResolvedConfig, device: torch.device) -> list[tuple[str,
     config = resolved.config
     name, options = config.precision.recipe, resolved.recipe
     if name not in RECIPES:
-        raise ConfigError(f"the recipe {name!r} is not one of gem-precision's: {', '.join(RECIPES)}", where="precision.recipe")
+        raise ConfigError(
+            f"the recipe {name!r} is not one of gem-precision's: {', '.join(RECIPES)}",
+            where=config.origin.where(("precision", "recipe")),
+            fix="choose one: --set precision.recipe=mxfp8",
+        )
     with torch.device("meta"), deferred_tables():
         model = manager().find("model", config.model.name).build(resolved.model, config.features)
     made = {}

@@ -25,16 +25,18 @@ def doctor(
 
     Example: gemrec doctor my.toml --json
     """
+    from dataclasses import replace
+
+    from gem_core.config import load_config, resolve
     from gem_core.doctor import examine
+    from gem_core.doctor_run import judge, weigh
 
+    loaded = load_config(config, overrides or ()) if config is not None else None
+    if loaded is not None:
+        resolve(loaded)  # what is wrong with it is told at once, not after looking at the machine
     report = examine()
-    if config is not None:
-        from dataclasses import replace
-
-        from gem_core.config import load_config
-        from gem_core.doctor_run import judge, weigh
-
-        demand = weigh(load_config(config, overrides or ()), report.environment.gpus)
+    if loaded is not None:
+        demand = weigh(loaded, report.environment.gpus)
         told = (replace(f, cure=tuple(c.replace("CONFIG", str(config)) for c in f.cure)) for f in judge(demand))
         report = replace(report, findings=(*report.findings, *told), demand=demand)
     if as_json:

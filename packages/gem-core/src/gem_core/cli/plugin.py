@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import keyword
 import re
+from contextlib import suppress
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -58,6 +60,9 @@ def write(name: str, kind: str, out: Path, offer: str | None = None) -> list[Pat
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} cannot be the name of a package", fix="use lower-case letters, digits and single hyphens")
+    with suppress(metadata.PackageNotFoundError):
+        installed = metadata.distribution(name)
+        raise ConfigError(f"{name} {installed.version} is installed", fix="choose another name, or pip uninstall it first")
     folder = out / name
     if folder.exists():
         raise ConfigError("the folder is there already", where=str(folder), fix="choose another name or --out")

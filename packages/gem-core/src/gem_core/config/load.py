@@ -88,7 +88,7 @@ def resolve(config: Config) -> ResolvedConfig:
     model, source, recipe = model_config(config), source_config(config), recipe_config(config)
     dense, sparse, callbacks = dense_config(config), sparse_config(config), callback_configs(config)
     for metric in config.eval.metrics:
-        manager().find("metric", metric)
+        manager().find("metric", metric, config.origin.where(("eval", "metrics")))
     tables = {section: _other_tables(config, section) for section in SECTION_PLUGINS}
     tables["data"][config.data.source] = source
     tables["precision"][config.precision.recipe] = recipe
@@ -105,7 +105,7 @@ def resolve(config: Config) -> ResolvedConfig:
 
 def model_config(config: Config) -> Any:
     """Typed options of the chosen model: the preset's, overridden by the file's."""
-    spec = manager().find("model", config.model.name)
+    spec = manager().find("model", config.model.name, config.origin.where(("model", "name")))
     options = config.model.options()
     if config.model.preset is not None:
         if config.model.name != Model.model_fields["name"].default:
@@ -143,14 +143,15 @@ def sparse_config(config: Config) -> Any:
 def callback_configs(config: Config) -> dict[str, Any]:
     """Typed options of each callback in ``[train.callbacks]``, by name."""
     return {
-        name: validate(manager().find("callback", name).config_type, options, ("train", "callbacks", name), config.origin)
+        name: validate(manager().find("callback", name, config.origin.where(key)).config_type, options, key, config.origin)
         for name, options in config.train.callbacks.items()
+        for key in [("train", "callbacks", name)]
     }
 
 
 def source_features(config: Config) -> Features:
     """``[features]``, or what the source declares itself when the section is empty."""
-    spec = manager().find("source", config.data.source)
+    spec = manager().find("source", config.data.source, config.origin.where(("data", "source")))
     if config.features == Features() and spec.features is not None:
         declared: Features = spec.features(source_config(config))
         return declared
@@ -165,7 +166,7 @@ def dump_toml(config: Config) -> str:
 def _section_config(config: Config, section: str, chooser: str) -> Any:
     settings: PluginSection = getattr(config, section)
     name = getattr(settings, chooser)
-    spec = manager().find(SECTION_PLUGINS[section][chooser], name)
+    spec = manager().find(SECTION_PLUGINS[section][chooser], name, config.origin.where((section, chooser)))
     return validate(spec.config_type, settings.options().get(name, {}), (section, name), config.origin)
 
 
@@ -215,7 +216,7 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as fault:
         raise ConfigError("the configuration file is not UTF-8 text", where=f"{path}, byte {fault.start}", fix="save it as UTF-8") from None
     except OSError as fault:
-        raise ConfigError(f"the configuration file cannot be read: {fault.strerror}", where=str(path)) from None
+        raise ConfigError(f"the configuration file cannot be read: {fault.strerror}", where=str(path), fix="name a TOML file") from None
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

@@ -100,9 +100,10 @@ def warm_start(parts: Parts, dense: DenseAdamW, config: Config, runtime: Runtime
         change their meaning by growing.
     """
     before = Path(str(config.train.warm_start))
+    trained = run_config(before)
     checkpoint = state.opened(RunFolder(before).checkpoints, None, runtime)
     tables, stored = parts.table_state(), checkpoint.shapes("tables")
-    _check_growth(tables, stored, run_config(before).features, config.features, checkpoint)
+    _check_growth(tables, stored, trained.features, config.features, checkpoint)
     checkpoint.fill("model", parts.dense_state(), "model")
     if {n: tuple(t.shape) for n, t in tables.items()} == stored:
         checkpoint.fill("tables", tables, "embedding tables")

@@ -153,6 +153,8 @@ class Trainer:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+        if not continues and train.warm_start is not None:
+            self.warm = warm_start(self.parts, self.step.dense, self.config, self.runtime)
         rt.on_main(lambda: self.folder.create(self.config, self.resume))
         self.fitted = rt.on_main(lambda: self.folder.keep_fitted(self.config))
         if continues:
@@ -161,8 +163,7 @@ class Trainer:
             if self.resume:
                 rt.on_main(lambda: self.folder.trim(0))
                 self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
-            if train.warm_start is not None:
-                self.warm = warm_start(self.parts, self.step.dense, self.config, self.runtime)
+            if self.warm is not None:
                 self._say(f"starting with step {self.warm['step']} of {self.warm['run']}")
         self.header: dict[str, Any] = {
             "name": self.config.run.name,

@@ -20,7 +20,7 @@ from gem_core.model.experts import SummedExperts
 from gem_core.model.heads import Heads
 from gem_core.model.interaction import Cross, Dot, FactorizationMachine, Wukong
 from gem_core.model.interformer import GeneratedFfn
-from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _RowsLinear, _WithEach
+from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _AddedLinear, _RowsLinear, _WithEach, added_linear
 from gem_core.model.pooling import Pooling, SeedPooling, SumKron
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles, rotate
@@ -305,6 +305,18 @@ def test_product_with_each_sample():
     assert torch.allclose(_WithEach.apply(weight, x), weight @ x)
     assert gradcheck(_WithEach.apply, (weight, x))
     assert gradcheck(lambda w: _WithEach.apply(w.t(), x.detach()[:, :3]), (weight,))
+
+
+def test_sums_beside_a_product():
+    residual, x, w, b = (t.requires_grad_() for t in (randn(6, 3), randn(6, 4), randn(3, 4), randn(3)))
+
+    def run(residual, x, w, b):
+        return residual + nn.functional.linear(x, w, b)
+
+    assert torch.equal(_AddedLinear.apply(run, residual, x, w, b), run(residual, x, w, b))
+    assert gradcheck(lambda *given: _AddedLinear.apply(run, *given), (residual, x, w, b))
+    linear, dropout = nn.Linear(4, 3).double(), nn.Dropout(0.5)
+    assert torch.equal(added_linear(linear, x, residual, dropout.eval()), residual + linear(x))
 
 
 class Doubled(nn.Linear):

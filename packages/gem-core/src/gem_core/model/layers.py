@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.model.config import NormKind
+from gem_core.ops import add_linear
+from gem_core.ops.add_linear import AddLinear
 
 
 class Norm(nn.Module):
@@ -189,14 +191,49 @@ class _RowsLinear(torch.autograd.Function):
         return dy @ w if need_x else None, dy.t() @ x if need_w else None, column_sums(dy) if need_b else None
 
 
+def _many(x: Tensor) -> bool:
+    return x.is_cuda and x.dim() == 2 and x.shape[0] >= MANY_ROWS and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def rows_linear(linear: nn.Module, x: Tensor) -> Tensor:
     """``linear(x)`` of rows ``[N, in]``."""
-    many = x.is_cuda and x.dim() == 2 and x.shape[0] >= MANY_ROWS and x.dtype in (torch.bfloat16, torch.float16)
-    if many and type(linear) is nn.Linear and not torch.compiler.is_compiling():
+    if _many(x) and type(linear) is nn.Linear and not torch.compiler.is_compiling():
         w, b = linear.weight, linear.bias
         if w.dtype == x.dtype and b is not None and b.dtype == x.dtype:
             return _RowsLinear.apply(x, w, b)
     return linear(x)
+
+
+class _AddedLinear(torch.autograd.Function):
+    """``residual + x wᵀ + b`` by an implementation of the op "add_linear"."""
+
+    @staticmethod
+    def forward(ctx: Any, run: AddLinear, residual: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return run(residual, x, w, b)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        _, need_residual, need_x, need_w, need_b = ctx.needs_input_grad
+        return (
+            None,
+            dy if need_residual else None,
+            dy @ w if need_x else None,
+            dy.t() @ x if need_w else None,
+            column_sums(dy) if need_b else None,
+        )
+
+
+def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dropout) -> Tensor:
+    """``residual + dropout(linear(x))`` of rows ``[N, in]``."""
+    dropped = dropout.p and dropout.training
+    if _many(x) and type(linear) is nn.Linear and not dropped and not torch.compiler.is_compiling():
+        w, b = linear.weight, linear.bias
+        if b is not None and {w.dtype, b.dtype, residual.dtype} == {x.dtype} and (run := add_linear.implementation(x, w)) is not None:
+            return _AddedLinear.apply(run, residual, x, w, b)  # type: ignore[no-any-return]
+    return residual + dropout(rows_linear(linear, x))
 
 
 def after_norm(linear: nn.Module, x: Tensor, kind: NormKind, eps: float = 1e-6) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.model.config import AttentionKind, NormKind, PffnConfig, SequenceConfig
-from gem_core.model.layers import FeedForward, NormLinear, TokenMix, rows_linear
+from gem_core.model.layers import FeedForward, NormLinear, TokenMix, added_linear
 from gem_core.model.rows import Rows
 from gem_core.ops import siblings
 from gem_core.ops.contract import OpPrecision
@@ -71,7 +71,7 @@ class Pffn(nn.Module):
             return ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds).flatten(1)
         q, s = self.q(s, through=True)
         o = ops.gdpa(q.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision)
-        return s + self.dropout(rows_linear(self.out, o.flatten(1)))
+        return added_linear(self.out, o.flatten(1), s, self.dropout)
 
 
 class SelfAttention(nn.Module):
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
                 q, k, v, rows.offsets, max_q_len=rows.max_length, causal=self.causal, window=self.window,
                 num_targets=rows.num_targets, context_len=rows.context_len, precision=self.attention_precision,
             )  # fmt: skip
-        return s + self.dropout(rows_linear(self.out, o.flatten(1)))
+        return added_linear(self.out, o.flatten(1), s, self.dropout)
 
 
 class SequenceBlock(nn.Module):

@@ -46,9 +46,8 @@ class Update:
 def implementation(device: str) -> Callable[[Update], object] | None:
     """The fastest implementation on such a device; None without one, or where the configuration's choice for all ops is not the fastest."""
     problem = Problem(OP, device, None, (("parameter", torch.float32),), ())
-    if dispatch.policy().default != dispatch.AUTO or not any(answer for _, answer in dispatch.candidates(problem)):
-        return None
-    return partial(dispatch.choose(problem).forward, problem)
+    spec = dispatch.fastest(problem)
+    return None if spec is None else partial(spec.forward, problem)
 
 
 def reference(u: Update) -> None:

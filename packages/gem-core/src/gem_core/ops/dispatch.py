@@ -143,6 +143,19 @@ def choose(problem: Problem, backend: str = AUTO) -> KernelSpec:
     return _chosen[key]
 
 
+def fastest(problem: Problem) -> KernelSpec | None:
+    """The automatic choice for an op that need not have an implementation; None without one that supports the problem, or where the
+    configuration's choice for all ops is not the fastest."""
+    _refresh()
+    if _policy.default != AUTO:
+        return None
+    if problem not in _fastest:
+        if len(_fastest) > 10_000:
+            _fastest.clear()
+        _fastest[problem] = _choose(problem, AUTO) if any(answer for _, answer in candidates(problem)) else None
+    return _fastest[problem]
+
+
 def choose_backward(problem: Problem, backend: str) -> KernelSpec:
     """The implementation whose backward is used: that of the forward, or the default backward where it has none."""
     spec = choose(problem, backend)
@@ -224,6 +237,7 @@ def _say(fault: Exception) -> str:
 _owner: object = None
 _specs: dict[str, list[KernelSpec]] = {}
 _chosen: dict[tuple[Problem, str], KernelSpec] = {}
+_fastest: dict[Problem, KernelSpec | None] = {}
 _said: set[str] = set()
 _extra: tuple[KernelSpec, ...] = ()
 
@@ -240,6 +254,7 @@ def _refresh() -> None:
 def _forget() -> None:
     _specs.clear()
     _chosen.clear()
+    _fastest.clear()
 
 
 def _once(message: str, level: int) -> None:

@@ -169,6 +169,7 @@ def test_inspect_proposes_what_works_as_it_is(log, tmp_path):
 def test_inspect_of_the_synthetic_log_carries_the_truth_along(tmp_path):
     gemrec("synth", "--out", tmp_path, "--rows", 2000, "--users", 100)
     text = gemrec("inspect", tmp_path)
+    assert tomllib.loads(text)["eval"] == {"group": "user_id"}
     proposed = tomllib.loads(text)["features"]
     assert "true_probability.ctr" in proposed["columns"]
     assert not any(name.startswith("true_probability") for name in proposed.get("dense", {}))

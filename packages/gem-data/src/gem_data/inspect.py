@@ -43,7 +43,7 @@ _UNITS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (0, "s"))
 
 
 def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000) -> str:
-    """The text of a configuration with ``[data]`` and ``[features]`` for the Parquet file or folder ``path``.
+    """The text of a configuration with ``[data]``, ``[features]`` and the group of AUCs for the Parquet file or folder ``path``.
 
     :param label: the label column, where its name does not tell.
     :raises DataError: unreadable files, a ``label`` that is not there, or nothing that could be a label.
@@ -58,7 +58,8 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
         *(f"# left out: {name}: {why}" for name, why in proposal.left_out.items()),
         "",
     ]
-    body = tomli_w.dumps({"data": {"source": "parquet", "parquet": splits}})
+    evaluation = {"eval": {"group": proposal.group}} if proposal.group else {}
+    body = tomli_w.dumps({"data": {"source": "parquet", "parquet": splits}, **evaluation})
     return "\n".join([*head, body, proposal.text()])
 
 
@@ -71,6 +72,7 @@ class _Proposal:
         self._free = dict(self.columns)
         self._shared: dict[str, int] = {}
         self.time: Column | None = None
+        self.group: str | None = None
         self._find_labels(label, files)
         self._find_special()
         histories = self._find_histories()
@@ -147,9 +149,9 @@ class _Proposal:
                 if column.kind == "int" and _unit(column) != "s":
                     self.top["timestamp_unit"] = _unit(column)
         known = [self._take(n).name for n in list(self._free) if n.startswith(TRUE_PROBABILITY)]
-        group = ["user_id"] if "user_id" in self._free and self._free["user_id"].depth == 0 else []
-        if group or known:
-            self.top["columns"] = group + known
+        self.group = "user_id" if "user_id" in self._free and self._free["user_id"].depth == 0 else None
+        if self.group or known:
+            self.top["columns"] = [*([self.group] if self.group else []), *known]
 
     # --- features ---------------------------------------------------------------------------------------------------------------------
 

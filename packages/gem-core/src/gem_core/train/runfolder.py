@@ -73,7 +73,7 @@ class RunFolder:
                 "the folder is no run folder (it has no config.toml)", where=str(self.path), fix="give another one, or empty it by hand"
             )
         # Converted data have a config.toml beside them.
-        strange = [] if self.header.is_file() else [name for name in holds if self.path / name not in self._own()]
+        strange = [] if self.header.is_file() else [name for name in holds if not self._is_own(name)]
         if strange:
             raise CheckpointError(
                 f"the folder is no run folder (it has no run.json) and holds {', '.join(strange[:4])}{', …' if len(strange) > 4 else ''}",
@@ -87,10 +87,10 @@ class RunFolder:
                 raise self.checkpoints.unusable(gone)
         return resume and bool(self.checkpoints.steps())
 
-    def _own(self) -> tuple[Path, ...]:
-        """What a run has that was killed before it wrote its header, or copied without it."""
-        written = self.metrics, self.evals, self.decisions, self.summary, self.tensorboard, self.nonfinite
-        return self.config, self.fitted, self.checkpoints.directory, *written
+    def _is_own(self, name: str) -> bool:
+        """Whether ``name`` is what a run has that was killed or hung before it wrote its header, or was copied without it."""
+        early = self.config, self.fitted, self.checkpoints.directory, self.metrics, self.evals, self.decisions, self.summary
+        return self.path / name in (*early, self.tensorboard, self.nonfinite) or name.startswith(("hang-rank-", "flight-rank-"))
 
     def create(self, config: Config, resume: bool) -> None:
         """Make the folder with its configuration, empty but for that unless ``resume``; call after `check`, when everything else about

@@ -21,7 +21,7 @@ from gem_kernels.triton.hopper import spec
 PROBE = Path(__file__).with_name("hopper_compile_probe.py")
 JOBS = (
     "self-1024-s0.5:gdpa:forward", "causal-1024-s0.5:jagged_attention:forward", "self-1024-s0.5:jagged_attention:backward",
-    "window128-4096:gdpa:backward", "cross-1024x128-s0.5:jagged_attention:backward", "every_activation",
+    "window128-4096:gdpa:backward", "cross-1024x128-s0.5:jagged_attention:backward", "hstu-4099-d256:gdpa:backward", "every_activation",
     "norm_linear",
 )  # fmt: skip
 PROBLEM = Problem(
@@ -64,10 +64,11 @@ def test_instructions(compiled: list[dict]) -> None:
 @pytest.mark.slow
 def test_resources(compiled: list[dict]) -> None:
     """Everything fits on an SM; what is on the stack are values about a tile, of which the backward pass has most (no tiles)."""
-    limits = {"hopper_bwd_dkdv_kernel": 448, "hopper_bwd_kernel": 480, "hopper_bwd_dq_kernel": 32}
+    limits = {"hopper_bwd_dkdv_kernel": 448, "hopper_bwd_kernel": 480, "hopper_bwd_dq_kernel": 48}
     for kernel in compiled:
         assert kernel["shared"] <= 227 << 10, kernel
-        assert kernel["spills"] <= limits.get(kernel["kernel"], 0), kernel
+        wide = 256 if "d256" in kernel["job"] else 0
+        assert kernel["spills"] <= limits.get(kernel["kernel"], 0) + wide, kernel
 
 
 @pytest.mark.slow
@@ -93,11 +94,12 @@ def test_supported() -> None:
         ({"dims": (("H", 4), ("Hkv", 2), ("D", 96), ("Dv", 96))}, "96"),
         ({"dims": (("H", 4), ("Hkv", 2), ("D", 64), ("Dv", 128))}, "128"),
         ({"present": frozenset({"num_targets"})}, "candidates"),
+        ({"dims": (("H", 4), ("Hkv", 2), ("D", 256), ("Dv", 256))}, "a key head for every query head"),
         ({"dtypes": tuple((n, torch.float32) for n in "qkv")}, "bf16"),
     ],
 )
 def test_refusals_say_why(change: dict, reason: str) -> None:
-    answer = spec.supports(replace(PROBLEM, **change))
+    answer = spec.supports(replace(PROBLEM, **change), only=True)
     assert not answer
     assert reason in answer.reason
 

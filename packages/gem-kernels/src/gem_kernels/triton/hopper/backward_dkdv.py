@@ -2,6 +2,7 @@
 
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q          four products a tile
 
+With AHEAD the products Sᵀ and dPᵀ of the next tile are under way while this tile's dK is multiplied; the last tile has a step of its own.
 The query heads of a group follow one another, so dK and dV are written once, without atomics, through the slots of K and V
 (64 rows each: the rows of a slice of a larger slot do not lie as a box of 64 rows wants them).
 """
@@ -15,14 +16,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
     LOG2E,
     alive,
-    fast_gelu_and_slope,
     fill_rows,
+    folded_value_and_slope,
     load_box,
     make_barriers,
+    near,
     pass_over_rows,
     query_range,
     read_tile,
@@ -62,25 +63,109 @@ def _producer(
 
 
 @gluon.jit
-def _consumer(
-    dk, dv, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, k_empty,
-    act_ids, left, right, scale, ds_scale, dv_scale,
-    WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
-    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr,
+def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
+    tile = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        row, lk, _q_row, _lq, n0 = read_tile(table, item, total, HKV)
+        column = item % HKV * D
+        slot = tile % HELD
+        mbarrier.wait(done.index(slot), tile // HELD & 1)
+        for half in gl.static_range(2):
+            at = n0 + half * 64
+            store_box(dk, row, lk, at, column, k_slots.index(2 * slot + half), 64, D)
+            store_box(dv, row, lk, at, column, v_slots.index(2 * slot + half), 64, D)
+        tma.store_wait(0)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        tile += 1
+
+
+@gluon.jit
+def _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES: gl.constexpr):
+    """Sᵀ and dPᵀ of the tile of a step, under way in place of ``s`` and ``dp``."""
+    stage = step % STAGES
+    mbarrier.wait(q_full.index(stage), step // STAGES & 1)
+    s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _add_tile(
+    s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+    step, x, own, j, j1, lq, shift, left, right, scale, act_id,
+    SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
+    """Adds what tile ``x`` gives to dK and dV, whose Sᵀ and dPᵀ are under way; with NEXT those of the next tile are then."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, q_slots.shape[2], 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     dtype: gl.constexpr = q_slots.dtype
+    m0 = x * 64
+    stage = step % STAGES
+    if AHEAD:
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+    else:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    if SOFTMAX:
+        lse_i = lse_slots.index(stage).load(column_layout)
+        p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
+        slope = p
+    else:
+        if FOLDED:
+            p, slope = folded_value_and_slope(s, scale, FOLDED)
+        else:
+            p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+    if CAUSAL or WINDOW:
+        p_min = m0 + shift
+        p_max = gl.minimum(m0 + 64, lq) - 1 + shift
+        free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
+        if CAUSAL:
+            free = free & (j1 - 1 <= p_min)
+        if free == 0:
+            i = m0 + gl.arange(0, 64, layout=column_layout)
+            seen = near(j[:, None], i[None, :] + shift, left, right, CAUSAL, WINDOW)
+            p = gl.where(seen, p, 0.0)
+            slope = gl.where(seen, slope, 0.0)
+    p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
+    dv_acc = warpgroup_mma(p16, do_slots.index(stage), dv_acc, is_async=True)
+    if not AHEAD:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    if SOFTMAX:
+        dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
+    ds = slope * dp
+    ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
+    dk_acc = warpgroup_mma(ds16, q_slots.index(stage), dk_acc, is_async=True)
+    if NEXT:
+        # P's registers are free before the next products need theirs.
+        dv_acc = warpgroup_mma_wait(1, deps=(dv_acc,))
+        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step + 1, s, dp, STAGES)
+        dk_acc = warpgroup_mma_wait(2, deps=(dk_acc,))
+    else:
+        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
+    mbarrier.arrive(q_empty.index(stage), count=1)
+    return s, dp, dk_acc, dv_acc
+
+
+@gluon.jit
+def _consumer(
+    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+    act_ids, left, right, scale, ds_scale, dv_scale,
+    WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    dtype: gl.constexpr = q_slots.dtype
     step = 0
     tile = 0
-    row, lk, _q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
+    _row, lk, _q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
         lq = alive(lq)
-        n_row, n_lk, _n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        _n_row, n_lk, _n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
         first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
         own = n0 + WHO * 64
         shift = lk - lq
@@ -100,61 +185,38 @@ def _consumer(
                     act_id = gl.load(act_ids + head)
                 if CAUSAL or WINDOW:
                     step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
-                for x in range(begin, end):
-                    m0 = x * 64
-                    stage = step % STAGES
-                    mbarrier.wait(q_full.index(stage), step // STAGES & 1)
-                    q_tile = q_slots.index(stage)
-                    do_tile = do_slots.index(stage)
-                    zero = gl.full([64, 64], 0.0, gl.float32, s_layout)
-                    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=(s,))
-                    if SOFTMAX:
-                        lse_i = lse_slots.index(stage).load(column_layout)
-                        p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
-                        slope = p
-                    else:
-                        if FOLDED:
-                            p, slope = fast_gelu_and_slope(s, scale)
-                        else:
-                            p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
-                    if CAUSAL or WINDOW:
-                        p_min = m0 + shift
-                        p_max = gl.minimum(m0 + 64, lq) - 1 + shift
-                        free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
-                        if CAUSAL:
-                            free = free & (j1 - 1 <= p_min)
-                        if free == 0:
-                            i = m0 + gl.arange(0, 64, layout=column_layout)
-                            seen = visible(i[None, :] + shift, j[:, None], 0, left, right, CAUSAL, WINDOW, False)
-                            p = gl.where(seen, p, 0.0)
-                            slope = gl.where(seen, slope, 0.0)
-                    p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
-                    dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
-                    dp = warpgroup_mma_wait(1, deps=(dp,))
-                    if SOFTMAX:
-                        dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
-                    ds = slope * dp
-                    ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
-                    dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
-                    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
-                    mbarrier.arrive(q_empty.index(stage), count=1)
-                    step += 1
+                if begin < end:
+                    s = gl.full([64, 64], 0.0, gl.float32, s_layout)
+                    dp = s
+                    if AHEAD:
+                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                    for x in range(begin, end - 1 if AHEAD else end):
+                        if not AHEAD:
+                            s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                        s, dp, dk_acc, dv_acc = _add_tile(
+                            s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+                            step, x, own, j, j1, lq, shift, left, right, scale, act_id,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, AHEAD, AHEAD,
+                        )  # fmt: skip
+                        step += 1
+                    if AHEAD:
+                        _s, _dp, dk_acc, dv_acc = _add_tile(
+                            s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+                            step, end - 1, own, j, j1, lq, shift, left, right, scale, act_id,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, True, False,
+                        )  # fmt: skip
+                        step += 1
                 if CAUSAL or WINDOW:
                     step = pass_over_rows(last - end, step, q_full, q_empty, STAGES)
             k_tile.store((dk_acc * ds_scale).to(dtype))
             v_tile.store((dv_acc * dv_scale).to(dtype))
             fence_async_shared()
-            store_box(dk, row, lk, own, kv_head * D, k_tile, 64, D)
-            store_box(dv, row, lk, own, kv_head * D, v_tile, 64, D)
-            tma.store_wait(0)
         else:
             # No key of this half belongs to the sample: keep the ring going.
             step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(done.index(slot), count=1)
         tile += 1
-        row, lk, lq, n0 = n_row, n_lk, n_lq, n_n0
+        lk, lq, n0 = n_lk, n_lq, n_n0
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
@@ -163,7 +225,7 @@ def hopper_bwd_dkdv_kernel(
     scale, ds_scale, dv_scale, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BROADCAST: gl.constexpr, num_warps: gl.constexpr,
+    AHEAD: gl.constexpr, BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -179,7 +241,7 @@ def hopper_bwd_dkdv_kernel(
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
-    k_full, k_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)
+    k_full, k_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 2)
     fence_async_shared()
     if SOFTMAX:
         gl.warp_specialize(
@@ -187,19 +249,17 @@ def hopper_bwd_dkdv_kernel(
                 (
                     _consumer,
                     (
-                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
-                        q_full, q_empty, k_full, k_empty,
+                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
                     _consumer,
                     (
-                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
-                        q_full, q_empty, k_full, k_empty,
+                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
@@ -216,9 +276,10 @@ def hopper_bwd_dkdv_kernel(
                         HKV, GROUP, CAUSAL, WINDOW, STAGES, False,
                     ),
                 ),
+                (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD)),
             ],
-            [4, 1, 1],
-            [240, 24, 24],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -226,19 +287,17 @@ def hopper_bwd_dkdv_kernel(
                 (
                     _consumer,
                     (
-                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
-                        q_full, q_empty, k_full, k_empty,
+                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
                     _consumer,
                     (
-                        dk_box, dv_box, table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
-                        q_full, q_empty, k_full, k_empty,
+                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
@@ -248,7 +307,8 @@ def hopper_bwd_dkdv_kernel(
                         HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, BROADCAST,
                     ),
                 ),
+                (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 1, 1],
+            [240, 24, 24],
         )  # fmt: skip

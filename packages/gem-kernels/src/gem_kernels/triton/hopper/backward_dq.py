@@ -5,6 +5,9 @@
 For softmax the kernel also leaves delta = rowsum(O ∘ dO) in memory, which the key side reads; it therefore runs first. dQ leaves through
 the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one do not lie as a box of 64 rows wants them. With a shared Q
 (no q_offsets) a sample's dQ is written where its output rows are; the caller adds the samples up.
+
+With TRANSPOSED the rows are keys and the columns queries: given K and V to hold, Q and dO to stream, the kernel computes dK of `gdpa`,
+which needs nothing else of a column. Heads of 256 columns leave room for three slots, which K and V share.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -17,16 +20,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.masks import visible
 from gem_kernels.triton.hopper.common import (
     alive,
-    fast_gelu_and_slope,
+    column_range,
     fill_rows,
-    key_range,
+    folded_value_and_slope,
     load_box,
     make_barriers,
     pass_over,
+    prefetch,
+    prefetch_rows,
     read_tile,
+    ring_slot,
+    seen_by,
     store_box,
 )
 
@@ -36,15 +42,18 @@ LOG2E = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def _producer(
     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
+    out, lse, all_rows, stride_on, stride_oh,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BROADCAST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BROADCAST: gl.constexpr, SOFTMAX: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % H
         row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
-        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+        m1 = gl.minimum(m0 + 128, lq)
+        first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
         slot = tile % HELD
         mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), 4 * 128 * D)
@@ -52,30 +61,114 @@ def _producer(
             at = m0 + half * 64
             load_box(q, 0 if BROADCAST else row, lq, at, head * D, q_full.index(slot), q_slots.index(2 * slot + half), 64, D)
             load_box(dout, row, lq, at, head * D, q_full.index(slot), do_slots.index(2 * slot + half), 64, D)
+        if SOFTMAX:
+            # The consumers read these themselves when they get to the tile.
+            prefetch_rows(out, row, lq, m0, stride_on, head.to(gl.int64) * stride_oh, 128, D)
+            lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            prefetch((lse + head.to(gl.int64) * all_rows + row + gl.minimum(m0 + 4 * lane, lq - 1)).to(gl.int64, bitcast=True))
         tile += 1
         for x in range(first, last):
-            stage = step % STAGES
-            phase = (step // STAGES & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
+            stage, phase = ring_slot(step, 0, STAGES, D > 128)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
             load_box(k, k_row, lk, x * BLOCK_N, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
-            mbarrier.wait(v_empty.index(stage), phase)
+            stage, phase = ring_slot(step, 1, STAGES, D > 128)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
             load_box(v, k_row, lk, x * BLOCK_N, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
             step += 1
 
 
 @gluon.jit
-def _consumer(
-    out, lse, delta, dq, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-    WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
+    tile = 0
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        row, lq, _k_row, _lk, m0 = read_tile(table, item, total, H)
+        slot = tile % HELD
+        mbarrier.wait(done.index(slot), tile // HELD & 1)
+        for half in gl.static_range(2):
+            store_box(dq, row, lq, m0 + half * 64, item % H * D, q_slots.index(2 * slot + half), 64, D)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        tile += 1
+
+
+@gluon.jit
+def _score(tile, slots, full, step, second: gl.constexpr, s, STAGES: gl.constexpr):
+    """The product of a held tile with the streamed one of a step, under way in place of ``s``."""
+    stage, phase = ring_slot(step, second, STAGES, tile.shape[1] > 128)
+    mbarrier.wait(full.index(stage), phase)
+    return warpgroup_mma(tile, slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_tile(
+    s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+    step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id,
+    SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
+    """Adds to dQ what tile ``x`` gives. AHEAD 1: its S is under way, and with NEXT that of the next tile is then; 2: S and dP."""
+    D: gl.constexpr = q_tile.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    n0 = x * BLOCK_N
+    stage, _phase = ring_slot(step, 0, STAGES, D > 128)
+    v_stage, _v_phase = ring_slot(step, 1, STAGES, D > 128)
+    if AHEAD == 2:
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+    else:
+        if AHEAD:
+            s = warpgroup_mma_wait(0, deps=(s,))
+        else:
+            s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
+        dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
+        if not AHEAD:
+            s = warpgroup_mma_wait(1, deps=(s,))
+    j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+    masked = (n0 < free0) | (n0 + BLOCK_N > free1)
+    if SOFTMAX:
+        slope = gl.exp2(s * (scale * LOG2E) - lse_i[:, None])
+        if masked:
+            slope = gl.where(seen_by(i, j, lq, lk, left, right, CAUSAL, WINDOW, TRANSPOSED, True), slope, 0.0)
+    else:
+        if FOLDED:
+            _value, slope = folded_value_and_slope(s, scale, FOLDED)
+        else:
+            _value, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
+        if CAUSAL or WINDOW:
+            if masked:
+                slope = gl.where(seen_by(i, j, lq, lk, left, right, CAUSAL, WINDOW, TRANSPOSED, False), slope, 0.0)
+    if AHEAD < 2:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+    ds = slope * (dp - delta_i[:, None]) if SOFTMAX else slope * dp
+    ds16 = gl.convert_layout(ds.to(k_slots.dtype), p_layout, assert_trivial=True)
+    acc = warpgroup_mma(ds16, k_slots.index(stage), acc, is_async=True)
+    if NEXT:
+        s = _score(q_tile, k_slots, k_full, step + 1, 0, s, STAGES)
+        if AHEAD == 2:
+            dp = _score(do_tile, v_slots, v_full, step + 1, 1, dp, STAGES)
+        acc = warpgroup_mma_wait(AHEAD, deps=(acc,))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return s, dp, acc
+
+
+@gluon.jit
+def _consumer(
+    out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, q_full, done, k_full, k_empty, v_full, v_empty,
+    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+    WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_slots.dtype
@@ -86,12 +179,13 @@ def _consumer(
         head = item % H
         lk = alive(lk)
         n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item + gl.num_programs(0), total, H)
-        first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+        m1 = gl.minimum(m0 + 128, lq)
+        first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
         own = m0 + WHO * 64
-        shift = lk - lq
         slot = tile % HELD
         if own < lq:
-            begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            m1 = gl.minimum(own + 64, lq)
+            begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
             i = own + gl.arange(0, 64, layout=row_layout)
             q_tile = q_slots.index(2 * slot + WHO)
             do_tile = do_slots.index(2 * slot + WHO)
@@ -111,55 +205,42 @@ def _consumer(
                 # A row that sees no key must give P = 2^(S - inf) = 0.
                 lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
             else:
+                lse_i = 0.0
+                delta_i = 0.0
                 mbarrier.wait(q_full.index(slot), tile // HELD & 1)
             acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             if CAUSAL or WINDOW:
-                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
-            for x in range(begin, end):
-                n0 = x * BLOCK_N
-                stage = step % STAGES
-                phase = step // STAGES & 1
-                mbarrier.wait(k_full.index(stage), phase)
-                zero = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
-                s = warpgroup_mma(q_tile, k_slots.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(stage), phase)
-                dp = warpgroup_mma(do_tile, v_slots.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-                masked = (n0 < free0) | (n0 + BLOCK_N > free1)
-                if SOFTMAX:
-                    slope = gl.exp2(s * (scale * LOG2E) - lse_i[:, None])
-                    if masked:
-                        seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
-                        slope = gl.where(seen, slope, 0.0)
-                else:
-                    if FOLDED:
-                        _value, slope = fast_gelu_and_slope(s, scale)
-                    else:
-                        _value, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
-                    if CAUSAL or WINDOW:
-                        if masked:
-                            seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False)
-                            slope = gl.where(seen, slope, 0.0)
-                dp = warpgroup_mma_wait(0, deps=(dp,))
-                mbarrier.arrive(v_empty.index(stage), count=1)
-                ds = slope * (dp - delta_i[:, None]) if SOFTMAX else slope * dp
-                ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
-                acc = warpgroup_mma(ds16, k_slots.index(stage), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                step += 1
+                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+            if begin < end:
+                s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+                dp = s
+                if AHEAD:
+                    s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
+                if AHEAD == 2:
+                    dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
+                for x in range(begin, end - 1 if AHEAD else end):
+                    s, dp, acc = _add_tile(
+                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
+                    )  # fmt: skip
+                    step += 1
+                if AHEAD:
+                    _s, _dp, acc = _add_tile(
+                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        step, end - 1, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
+                    )  # fmt: skip
+                    step += 1
             if CAUSAL or WINDOW:
-                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
+                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
             q_tile.store((acc * ds_scale).to(dtype))
             fence_async_shared()
-            store_box(dq, row, lq, own, head * D, q_tile, 64, D)
-            tma.store_wait(0)
         else:
             # No row of this half belongs to the sample.
             mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES)
-        mbarrier.arrive(q_empty.index(slot), count=1)
+            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+        mbarrier.arrive(done.index(slot), count=1)
         tile += 1
         row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0
 
@@ -170,7 +251,7 @@ def hopper_bwd_dq_kernel(
     scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
@@ -181,40 +262,45 @@ def hopper_bwd_dq_kernel(
     q_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
     do_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    q_full, q_empty = make_barriers(HELD, 1), make_barriers(HELD, 2)
+    v_slots = k_slots
+    if D <= 128:
+        v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
+    q_full, q_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 2)
     k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    v_full, v_empty = k_full, k_empty
+    if D <= 128:
+        v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    out, lse, delta, dq_box, table, total, q_slots, do_slots, k_slots, v_slots,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
+                    q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
                 ),
             ),
             (
                 _consumer,
                 (
-                    out, lse, delta, dq_box, table, total, q_slots, do_slots, k_slots, v_slots,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
+                    q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
                 ),
             ),
             (
                 _producer,
                 (
                     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, q_offsets is None,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right, out, lse, rows, stride_on, stride_oh,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, q_offsets is None, SOFTMAX, TRANSPOSED,
                 ),
             ),
+            (_storer, (dq_box, table, total, q_slots, q_empty, done, H, D, HELD)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """What the Gluon kernels of this family share: tiles of a sample, shared-memory layouts, the order of a kernel's work.
 
-A kernel is persistent, one program an SM, and has three partitions: two consumer warpgroups, each with a quarter of the registers, and one
-producer warp that fills rings of shared-memory slots by TMA. A ring has a pair of barriers a slot: ``full`` (the bytes have landed) and
-``empty`` (both consumers have done with them).
+A kernel is persistent, one program an SM: two consumer warpgroups, each with nearly half of the registers, one producer warp that fills
+rings of shared-memory slots by TMA and, in the backward pass, one warp that writes a tile's results while the consumers are at the next.
+A ring has a pair of barriers a slot: ``full`` (the bytes have landed) and ``empty`` (whoever reads them has done with them).
 
 Rows outside a sample never reach a product: the descriptors are ragged (`gem_kernels.triton.attention.tiles.descriptor`), so the hardware
 reads zeros there and leaves rows outside alone when it writes.
@@ -106,6 +106,22 @@ def finish_stores(x):
 
 
 @gluon.jit
+def prefetch(at):
+    """Bring the lines of 128 bytes that hold the addresses ``at`` (int64) into the L2 cache."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def prefetch_rows(base, row0, rows, start, stride, column, ROWS: gl.constexpr, D: gl.constexpr):
+    """`prefetch` of ``D`` columns of half precision of rows start .. start + ROWS of a sample of ``rows`` rows, by one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    r = gl.minimum(start + gl.arange(0, ROWS, layout=layout), rows - 1)
+    at = (base + (row0 + r).to(gl.int64) * stride + column).to(gl.int64, bitcast=True)
+    for line in gl.static_range(D // 64):
+        prefetch(at + line * 128)
+
+
+@gluon.jit
 def make_barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     """``SLOTS`` barriers that complete a phase after ``COUNT`` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -136,23 +152,66 @@ def fill_rows(to, begin, end, stride, value, WIDTH: gl.constexpr, PROGRAM_WARPS:
 
 
 @gluon.jit
-def key_range(m0, m1, lq, lk, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Of query rows m0 .. m1: (first key block, one past the last, keys free0 .. free1 that all of the rows see)."""
-    shift = lk - lq
+def column_range(
+    m0, m1, lq, lk, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Of query rows m0 .. m1: (first key block, one past the last, keys free0 .. free1 that all of the rows see).
+
+    With TRANSPOSED the rows are ``lq`` keys and the columns ``lk`` queries.
+    """
     lo = m0 * 0
     hi = lk
     free0 = lo
     free1 = lk
-    if CAUSAL:
-        hi = gl.minimum(hi, m1 + shift)
-        free1 = gl.minimum(free1, m0 + shift + 1)
-    if WINDOW:
-        lo = gl.maximum(lo, m0 + shift - left)
-        hi = gl.minimum(hi, m1 + shift + right)
-        free0 = gl.maximum(free0, m1 - 1 + shift - left)
-        free1 = gl.minimum(free1, m0 + shift + right + 1)
+    if TRANSPOSED:
+        shift = lq - lk
+        if CAUSAL:
+            lo = gl.maximum(lo, m0 - shift)
+            free0 = gl.maximum(free0, m1 - 1 - shift)
+        if WINDOW:
+            lo = gl.maximum(lo, m0 - right - shift)
+            hi = gl.minimum(hi, m1 + left - shift)
+            free0 = gl.maximum(free0, m1 - 1 - right - shift)
+            free1 = gl.minimum(free1, m0 + left - shift + 1)
+    else:
+        shift = lk - lq
+        if CAUSAL:
+            hi = gl.minimum(hi, m1 + shift)
+            free1 = gl.minimum(free1, m0 + shift + 1)
+        if WINDOW:
+            lo = gl.maximum(lo, m0 + shift - left)
+            hi = gl.minimum(hi, m1 + shift + right)
+            free0 = gl.maximum(free0, m1 - 1 + shift - left)
+            free1 = gl.minimum(free1, m0 + shift + right + 1)
     first = lo // BLOCK_N
     return first, gl.maximum((gl.maximum(hi, 0) + BLOCK_N - 1) // BLOCK_N, first), free0, free1
+
+
+@gluon.jit
+def near(keys, positions, left, right, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Which keys the query rows at ``positions`` see, bounds of the sample apart; a window is one unsigned comparison."""
+    if WINDOW:
+        behind = keys - positions + left
+        return behind.to(gl.uint32) <= (left + (0 if CAUSAL else right)).to(gl.uint32)
+    else:
+        return keys <= positions
+
+
+@gluon.jit
+def seen_by(i, j, lq, lk, left, right, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr, BOUNDED: gl.constexpr):
+    """Which of the pairs of rows ``i`` and columns ``j`` of a tile see each other, see `column_range`; BOUNDED: no columns past the end."""
+    rows = i[:, None]
+    columns = j[None, :]
+    if CAUSAL or WINDOW:
+        if TRANSPOSED:
+            seen = near(rows, columns + (lq - lk), left, right, CAUSAL, WINDOW)
+        else:
+            seen = near(columns, rows + (lk - lq), left, right, CAUSAL, WINDOW)
+        if BOUNDED:
+            seen = seen & (columns < lk)
+    else:
+        seen = (rows >= 0) & (columns < lk)
+    return seen
 
 
 @gluon.jit
@@ -177,13 +236,20 @@ def key_parts(lk):
 
 
 @gluon.jit
-def pass_over(count, step, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+def ring_slot(step, second: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr):
+    """Slot and phase of a step's tile of K, or of V (``second``): in a ring of its own, or SHARED by both in turn."""
+    n = 2 * step + second if SHARED else step
+    return n % STAGES, n // STAGES & 1
+
+
+@gluon.jit
+def pass_over(count, step, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, SHARED: gl.constexpr):
     """Give back ``count`` tiles of K and V that the other consumer works on and this one does not need; the next step."""
     for _x in range(count):
-        stage = step % STAGES
-        phase = step // STAGES & 1
+        stage, phase = ring_slot(step, 0, STAGES, SHARED)
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
+        stage, phase = ring_slot(step, 1, STAGES, SHARED)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
         step += 1
@@ -202,14 +268,33 @@ def pass_over_rows(count, step, q_full, q_empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fast_gelu_and_slope(s, scale):
-    """2 · gelu(x) / scale and 2 · gelu'(x) of x = scale · s by the hardware tanh: the constants are left to the epilogue."""
-    slope_1 = 0.7978845608 * scale
-    cubed = scale * scale * scale
-    u = s * s
-    t = s * (slope_1 + 0.0356774081 * cubed * u)
-    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [t], dtype=gl.float32, is_pure=True, pack=1)
-    return s + s * t, 1.0 + t + s * (slope_1 + 0.1070322243 * cubed * u) * (1.0 - t * t)
+def _tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def folded_value(s, scale, FOLDED: gl.constexpr):
+    """2 · f(x) / scale of x = scale · s by the hardware tanh, f GELU (FOLDED 1) or SiLU (2): the constants are left to the epilogue."""
+    if FOLDED == 1:
+        return s + s * _tanh(s * (0.7978845608 * scale + 0.0356774081 * (scale * scale * scale) * (s * s)))
+    else:
+        return s + s * _tanh(s * (0.5 * scale))
+
+
+@gluon.jit
+def folded_value_and_slope(s, scale, FOLDED: gl.constexpr):
+    """`folded_value`, and 2 · f'(x), of GELU a third of it: that has a third of the derivative of tanh's argument r, which is 3 r / x less
+    twice r's linear part."""
+    if FOLDED == 1:
+        slope_1 = 0.7978845608 * scale
+        r = s * (slope_1 + 0.0356774081 * (scale * scale * scale) * (s * s))
+        t = _tanh(r)
+        third = r - (2.0 / 3.0) * slope_1 * s
+        return s + s * t, (1.0 / 3.0 + t * (1.0 / 3.0)) + third * (1.0 - t * t)
+    else:
+        half = s * (0.5 * scale)
+        t = _tanh(half)
+        return s + s * t, (1.0 + t) + half * (1.0 - t * t)
 
 
 @gluon.jit

@@ -7,9 +7,11 @@
 With PARTS > 1 an item is up to PARTS tiles of one sample, for full attention to at most STAGES tiles of keys: these are loaded once and
 held until the item's last tile is done.
 
-P goes from the accumulator's registers straight into the next product. Key blocks are walked from the last to the first; tiles that all
-rows of a warpgroup see wholly are not masked. O leaves through a buffer of its own, so that the slot of Q is free after the last product;
-heads of 256 columns leave no room for that and have one slot for both.
+With TRANSPOSED the rows are keys and the columns queries: given K to hold, Q and dO to stream, the kernel computes dV of `gdpa`.
+
+P goes from the accumulator's registers straight into the next product; with AHEAD the next S is under way while it is multiplied. Key
+blocks are walked from the last to the first; tiles that all rows of a warpgroup see wholly are not masked. O leaves through a buffer of its
+own, so that the slot of Q is free after the last product; heads of 256 columns leave no room for that and have one slot for both.
 Nothing may be changed in a branch while it is an operand of an unfinished wgmma: ptxas does that in place.
 """
 
@@ -22,8 +24,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate
-from gem_kernels.triton.attention.masks import visible
-from gem_kernels.triton.hopper.common import alive, fill_flat, key_range, load_box, make_barriers, pass_over, read_tile, store_box
+from gem_kernels.triton.hopper.common import (
+    alive,
+    column_range,
+    fill_flat,
+    fill_rows,
+    folded_value,
+    load_box,
+    make_barriers,
+    pass_over,
+    read_tile,
+    seen_by,
+    store_box,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -39,7 +52,7 @@ def _parts(rows, PARTS: gl.constexpr):
 def _producer(
     q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, BROADCAST: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, BROADCAST: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     HELD: gl.constexpr = 1 if D > 128 else 2
     step = 0
@@ -49,7 +62,8 @@ def _producer(
         row, lq, k_row, lk, start = read_tile(table, item, total, H)
         for part in range(_parts(lq - start, PARTS)):
             m0 = start + part * 128
-            first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            m1 = gl.minimum(m0 + 128, lq)
+            first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
             slot = tile % HELD
             mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), 2 * 128 * D)
@@ -74,11 +88,67 @@ def _producer(
 
 
 @gluon.jit
-def _scaled_fast_gelu(s, slope_1, slope_3):
-    """2 · gelu(scale · s) / scale: both constants are left to the epilogue."""
-    u = s * (slope_1 + slope_3 * s * s)
-    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=gl.float32, is_pure=True, pack=1)
-    return s + s * t
+def _scores(q_tile, k_slots, k_full, step, s, STAGES: gl.constexpr):
+    """S of the tile of a step, under way in place of ``s``."""
+    stage = step % STAGES
+    mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+    return warpgroup_mma(q_tile, k_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_tile(
+    s, m_i, l_i, acc, q_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+    step, n0, i, lq, lk, free0, free1, left, right, scale, act_id, first, last_part,
+    SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
+    POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NEXT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile of a step, whose S is under way, to a row's maximum, sum and result; with NEXT the next S is under way then."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, q_tile.shape[1], 16])
+    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    stage = step % STAGES
+    # The row maximum may be taken of raw scores where scaling keeps their order.
+    step_2 = scale * LOG2E if POSITIVE else LOG2E
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if last_part:
+        mbarrier.arrive(k_empty.index(stage), count=1)
+    j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+    masked = (n0 < free0) | (n0 + BLOCK_N > free1)
+    if SOFTMAX:
+        if not POSITIVE:
+            s = s * scale
+        if masked:
+            s = gl.where(seen_by(i, j, lq, lk, left, right, CAUSAL, WINDOW, TRANSPOSED, True), s, float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(s, 1) * step_2)
+        m_safe = m_new
+        if CAUSAL or WINDOW:
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        p = gl.exp2(s * step_2 - m_safe[:, None])
+        alpha = gl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + gl.sum(p, 1)
+        if not first:
+            acc = acc * gl.convert_layout(alpha, o_row_layout, assert_trivial=True)[:, None]
+        m_i = m_new
+    else:
+        if FOLDED:
+            p = folded_value(s, scale, FOLDED)
+        else:
+            p = activate(s * scale, act_id, ACT, ACT_SET, FAST)
+        if CAUSAL or WINDOW:
+            if masked:
+                p = gl.where(seen_by(i, j, lq, lk, left, right, CAUSAL, WINDOW, TRANSPOSED, False), p, 0.0)
+    p16 = gl.convert_layout(p.to(v_slots.dtype), gl.DotOperandLayout(0, o_layout, 2), assert_trivial=True)
+    mbarrier.wait(v_full.index(stage), step // STAGES & 1)
+    acc = warpgroup_mma(p16, v_slots.index(stage), acc, is_async=True)
+    if NEXT:
+        s = _scores(q_tile, k_slots, k_full, step + 1, p, STAGES)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    if last_part:
+        mbarrier.arrive(v_empty.index(stage), count=1)
+    return s, m_i, l_i, acc
 
 
 @gluon.jit
@@ -87,19 +157,14 @@ def _consumer(
     act_ids, rows, left, right, scale, out_scale,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_slots.dtype
     HELD: gl.constexpr = 1 if D > 128 else 2
-    # The row maximum may be taken of raw scores where scaling keeps their order.
-    step_2 = scale * LOG2E if POSITIVE else LOG2E
-    slope_1 = 0.7978845608 * scale
-    slope_3 = 0.0356774081 * scale * scale * scale
     step = 0
     tile = 0
     row, lq, _k_row, lk, start = read_tile(table, gl.program_id(0), total, H)
@@ -110,17 +175,18 @@ def _consumer(
         parts = _parts(lq - start, PARTS)
         for part in range(parts):
             m0 = start + part * 128
-            first, last, _free0, _free1 = key_range(m0, gl.minimum(m0 + 128, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+            m1 = gl.minimum(m0 + 128, lq)
+            first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
             # Keys are given back after the last tile that multiplies them.
             last_part = True if PARTS == 1 else part == parts - 1
             own = m0 + WHO * 64
-            shift = lk - lq
             slot = tile % HELD
             mbarrier.wait(q_full.index(slot), tile // HELD & 1)
             if own < lq:
-                begin, end, free0, free1 = key_range(own, gl.minimum(own + 64, lq), lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW)
+                m1 = gl.minimum(own + 64, lq)
+                begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
                 if CAUSAL or WINDOW:
-                    step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES)
+                    step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, False)
                 q_tile = q_slots.index(2 * slot + WHO)
                 act_id = 0
                 if act_ids is not None:
@@ -129,56 +195,31 @@ def _consumer(
                 m_i = gl.full([64], float("-inf"), gl.float32, row_layout)
                 l_i = gl.full([64], 0.0, gl.float32, row_layout)
                 acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-                for x in range(end - begin):
-                    n0 = (end - 1 - x) * BLOCK_N
-                    stage = (step + x) % STAGES
-                    phase = (step + x) // STAGES & 1
-                    mbarrier.wait(k_full.index(stage), phase)
-                    s = warpgroup_mma(
-                        q_tile, k_slots.index(stage).permute((1, 0)), gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout),
-                        use_acc=False, is_async=True,
-                    )  # fmt: skip
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                    if last_part:
-                        mbarrier.arrive(k_empty.index(stage), count=1)
-                    j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-                    masked = (n0 < free0) | (n0 + BLOCK_N > free1)
-                    if SOFTMAX:
-                        if not POSITIVE:
-                            s = s * scale
-                        if masked:
-                            seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
-                            s = gl.where(seen, s, float("-inf"))
-                        m_new = gl.maximum(m_i, gl.max(s, 1) * step_2)
-                        m_safe = m_new
-                        if CAUSAL or WINDOW:
-                            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-                        p = gl.exp2(s * step_2 - m_safe[:, None])
-                        alpha = gl.exp2(m_i - m_safe)
-                        l_i = l_i * alpha + gl.sum(p, 1)
-                        acc = acc * gl.convert_layout(alpha, o_row_layout, assert_trivial=True)[:, None]
-                        m_i = m_new
-                    else:
-                        if FOLDED:
-                            p = _scaled_fast_gelu(s, slope_1, slope_3)
-                        else:
-                            p = activate(s * scale, act_id, ACT, ACT_SET, FAST)
-                        if CAUSAL or WINDOW:
-                            if masked:
-                                seen = visible(i[:, None] + shift, j[None, :], 0, left, right, CAUSAL, WINDOW, False) & (j < lk)[None, :]
-                                p = gl.where(seen, p, 0.0)
-                    p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
-                    mbarrier.wait(v_full.index(stage), phase)
-                    acc = warpgroup_mma(p16, v_slots.index(stage), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
-                    if last_part:
-                        mbarrier.arrive(v_empty.index(stage), count=1)
+                if begin < end:
+                    s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+                    if AHEAD:
+                        s = _scores(q_tile, k_slots, k_full, step, s, STAGES)
+                    for x in range(end - begin - 1 if AHEAD else end - begin):
+                        if not AHEAD:
+                            s = _scores(q_tile, k_slots, k_full, step + x, s, STAGES)
+                        s, m_i, l_i, acc = _add_tile(
+                            s, m_i, l_i, acc, q_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                            step + x, (end - 1 - x) * BLOCK_N, i, lq, lk, free0, free1, left, right, scale, act_id, x == 0, last_part,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD,
+                        )  # fmt: skip
+                    if AHEAD:
+                        _s, m_i, l_i, acc = _add_tile(
+                            s, m_i, l_i, acc, q_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                            step + end - begin - 1, begin * BLOCK_N, i, lq, lk, free0, free1, left, right, scale, act_id,
+                            begin + 1 == end, last_part,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, False,
+                        )  # fmt: skip
                 if last_part:
                     step += end - begin
                 if HELD > 1:
                     mbarrier.arrive(q_empty.index(slot), count=1)
                 if CAUSAL or WINDOW:
-                    step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES)
+                    step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES, False)
                 if SOFTMAX:
                     live = l_i > 0
                     factor = gl.where(live, out_scale / l_i, 0.0)
@@ -201,7 +242,7 @@ def _consumer(
             else:
                 # No row of this half belongs to the sample.
                 mbarrier.arrive(q_empty.index(slot), count=1)
-                step = pass_over((last - first) if last_part else 0, step, k_full, k_empty, v_full, v_empty, STAGES)
+                step = pass_over((last - first) if last_part else 0, step, k_full, k_empty, v_full, v_empty, STAGES, False)
             tile += 1
         row, lq, lk, start = n_row, n_lq, n_lk, n_start
     tma.store_wait(0)
@@ -209,14 +250,15 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["batch", "rows", "left", "right"])
 def hopper_fwd_kernel(
-    q, k, v, out_box, out, lse, table, tile_count, q_offsets, act_ids, batch, rows, left, right, scale, out_scale,
+    q, k, v, out_box, out, lse, table, tile_count, q_offsets, act_ids, batch, rows, left, right, scale, out_scale, stride_on,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
         used = gl.load(q_offsets + batch).to(gl.int64)
-        fill_flat(out, used * (H * D), rows.to(gl.int64) * (H * D), 0.0, num_warps)
+        fill_rows(out, used, rows.to(gl.int64), stride_on, 0.0, H * D, num_warps)
         if SOFTMAX:
             for head in range(H):
                 fill_flat(lse + head * rows.to(gl.int64), used, rows.to(gl.int64), float("-inf"), num_warps)
@@ -241,7 +283,7 @@ def hopper_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, out_scale,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, AHEAD, TRANSPOSED,
                 ),
             ),
             (
@@ -249,14 +291,14 @@ def hopper_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, out_scale,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, AHEAD, TRANSPOSED,
                 ),
             ),
             (
                 _producer,
                 (
                     q, k, v, table, total, q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, q_offsets is None,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, q_offsets is None, TRANSPOSED,
                 ),
             ),
         ],

@@ -1,7 +1,8 @@
 """From tensors to launches of the Hopper kernels, pass by pass.
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
-tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once).
+tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once), AHEAD
+(products of the next tile issued before this one's are done).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
     def run(config: Config) -> None:
         if config["GLUON"]:
             _by_box(x)
-            found[:] = [_fused(x, saved[18:], dout) if config["FUSED"] else _split(x, saved[18:], dout)]
+            how = _fused if config["FUSED"] else _split if p.d <= 128 else _wide
+            found[:] = [how(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
 
@@ -78,14 +80,16 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
     these were measured to be faster."""
     if kernel == "hopper.forward":
         found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
+        if p.d <= 128:
+            found += [{**c, "AHEAD": 1} for c in found]
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 4}, *found]
         if p.k_bound <= 256 and p.mask == "full" and p.d <= 128:
             found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": 4}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 4, "PARTS": 4}]
         if p.d > 128:
-            found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}]
+            found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 2, "AHEAD": 1}]
     elif p.d > 128:
-        found = []
+        found = [{"GLUON": 1, "FUSED": 0}] if wide(p) else []
     else:
         found = [{"GLUON": 1, "FUSED": 0}]
         if fuses(p):
@@ -98,18 +102,26 @@ def fuses(p: Plan) -> bool:
     return p.d == 128 and p.mask == "full" and p.k_bound <= 2 * _ROWS and not p.broadcast
 
 
+def wide(p: Plan) -> bool:
+    """Whether heads of 256 columns have a backward pass: for `gdpa` with a key head for every query head."""
+    return p.d == 256 and not p.softmax and p.group == 1 and not p.broadcast
+
+
 def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
     return [{"STAGES": 2}]
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
-    found = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 128, "STAGES": 2, "HELD": 1}]
+    found = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 64, "STAGES": 3, "HELD": 2, "AHEAD": 2}]
+    found.append({"BLOCK_N": 128, "STAGES": 2, "HELD": 1})
+    if p.d > 128:
+        return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 1, "AHEAD": a} for a in (0, 1)]
     # 128 keys, an activation's slope and a mask do not fit the registers.
-    return found if p.softmax or p.mask == "full" else found[:1]
+    return found if p.softmax or p.mask == "full" else found[:2]
 
 
 def _key_side(*_: Any) -> list[Config]:
-    return [{"STAGES": 3, "HELD": 2}, {"STAGES": 4, "HELD": 1}]
+    return [{"STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 1)]
 
 
 def _by_box(x: Inputs) -> None:
@@ -162,38 +174,90 @@ def _constants(x: Inputs) -> dict[str, Any]:
     p = x.plan
     found = p.constants(True)
     return {name: found[name] for name in ("GROUP", "D", "SOFTMAX", "ACT", "ACT_SET", "CAUSAL", "WINDOW", "FAST")} | {
-        "FOLDED": _folds_scale(p), "num_warps": 4, "maxnreg": 168,
+        "FOLDED": _folded(p), "num_warps": 4, "maxnreg": 168,
     }  # fmt: skip
 
 
-def _folds_scale(p: Plan) -> bool:
-    """Whether the kernels' activation leaves ``scale_in`` to the epilogue too."""
-    return not p.softmax and p.activation == "fast_gelu" and p.dtype == "bf16"
+_FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
+
+
+def _folded(p: Plan) -> int:
+    """Which of the kernels' own activations, that leave ``scale_in`` and a half to the epilogue, 0 for none of them."""
+    return 0 if p.softmax or p.dtype != "bf16" or isinstance(p.activation, tuple) else _FOLDED.get(p.activation, 0)
 
 
 def _value_scale(p: Plan) -> float:
     """What the kernels' P must still be multiplied with."""
-    return p.out_scale * p.folded_gain * (p.scale if _folds_scale(p) else 1.0)
+    return p.out_scale * (0.5 * p.scale if _folded(p) else p.folded_gain)
+
+
+def _slope_scale(p: Plan) -> float:
+    """What the kernels' dS must still be multiplied with, after ``scale_in``."""
+    return p.scale * p.out_scale * ((1.5, 0.5)[_folded(p) - 1] if _folded(p) else p.folded_gain)
 
 
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
-    from gem_kernels.triton.hopper.forward import hopper_fwd_kernel
-
-    p, n, parts = x.plan, config["BLOCK_N"], config.get("PARTS", 1)
+    parts = config.get("PARTS", 1)
     tiles = x.q_tiles(_ROWS * parts)
     table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len, rows=_ROWS * parts)
+    _weighted_sum(x, (x.q, x.k, x.v), out, lse, tiles, table, x.q_offsets, config)
+
+
+def _weighted_sum(
+    x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, tiles: TileList, table: Tensor,
+    offsets: Tensor | None, config: Config, transposed: bool = False,
+) -> None:  # fmt: skip
+    """out = act(Q Kᵀ) V, or dV = act(K Qᵀ) dO with ``transposed``."""
+    from gem_kernels.triton.hopper.forward import hopper_fwd_kernel
+
+    p, n, (q, k, v) = x.plan, config["BLOCK_N"], held_and_streamed
     launch(
         hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table, tiles.count, x.q_offsets, x.act_ids,
-        x.batch, x.out_rows, p.left, p.right, p.scale, _value_scale(p),
-        H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], PARTS=parts, **_constants(x),
+        _box(q, 64), _box(k, n), _box(v, n), _box(out, 64), out, lse, table, tiles.count, offsets, x.act_ids,
+        x.batch, out.shape[0], p.left, p.right, p.scale, _value_scale(p), out.stride(0),
+        H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], PARTS=config.get("PARTS", 1), AHEAD=config.get("AHEAD", 0),
+        TRANSPOSED=transposed, **_constants(x),
+    )  # fmt: skip
+
+
+def _wide(x: Inputs, _results: Saved, dout: Tensor) -> Saved:
+    """dQ, dK and dV of `gdpa` with heads of 256 columns, a kernel each: dK is dQ of the transposed problem, dV its forward pass."""
+    dout = _addressable(dense_columns(dout))
+    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
+    rows, keys = x.q_tiles(_ROWS), x.k_tiles(_ROWS)
+    row_table, key_table = (_table(rows, x.q_offsets, x.k_offsets, 0), _table(keys, x.k_offsets, x.q_offsets, 0))
+
+    def slopes(config: Config) -> None:
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, row_table, x.q_offsets, config)
+        _slope_sum(x, (x.k, x.v, x.q, dout), dk, keys, key_table, x.k_offsets, config, transposed=True)
+
+    choose_and_run(x, "hopper.dq", _query_side, slopes)
+    _weighted_sum(x, (x.k, x.q, dout), dv, None, keys, key_table, x.k_offsets, {"BLOCK_N": 64, "STAGES": 2}, transposed=True)
+    return dq, dk, dv
+
+
+def _slope_sum(
+    x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor, Tensor], result: Tensor, tiles: TileList, table: Tensor,
+    offsets: Tensor | None, config: Config, softmax: Saved = (None, None, None), transposed: bool = False,
+) -> None:  # fmt: skip
+    """dQ = dS K, dS = act'(Q Kᵀ) ∘ dO Vᵀ, or dK = dSᵀ Q with ``transposed``. ``softmax`` has O, lse and delta, which is written."""
+    from gem_kernels.triton.hopper.backward_dq import hopper_bwd_dq_kernel
+
+    p, n, (q, dout, k, v) = x.plan, config["BLOCK_N"], held_and_streamed
+    out, lse, delta = softmax
+    strides = (0, 0) if out is None else out.stride()[:2]
+    launch(
+        hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
+        _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
+        table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
+        p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, **config}, **_constants(x),
     )  # fmt: skip
 
 
 def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     """dQ (which leaves delta for the other), then dK and dV."""
     from gem_kernels.triton.hopper.backward_dkdv import hopper_bwd_dkdv_kernel
-    from gem_kernels.triton.hopper.backward_dq import hopper_bwd_dq_kernel
 
     p = x.plan
     out, lse = results if p.softmax else (None, None)
@@ -202,19 +266,12 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     if p.broadcast:
         dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
-    gain = p.out_scale * p.folded_gain
-    delta_scale = 1.0 / p.out_scale if p.out_scale else 0.0
-    strides = (0, 0) if out is None else out.stride()[:2]
     constants = _constants(x)
 
     def query_side(config: Config) -> None:
-        tiles, n = x.q_tiles(_ROWS), config["BLOCK_N"]
-        launch(
-            hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-            _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, lse, delta,
-            _table(tiles, x.q_offsets, x.k_offsets, x.q_len), tiles.count, x.q_offsets, x.act_ids, x.batch, x.out_rows, p.left, p.right,
-            p.scale, p.scale * gain, delta_scale, *strides, dq.stride(0), H=p.heads, **config, **constants,
-        )  # fmt: skip
+        tiles = x.q_tiles(_ROWS)
+        table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len)
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, tiles, table, x.q_offsets, config, (out, lse, delta))
 
     def key_side(config: Config) -> None:
         tiles = x.k_tiles(_ROWS)
@@ -223,7 +280,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
             _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=not p.broadcast), tiles.count, x.k_offsets, x.act_ids,
             x.batch, x.out_rows, x.k.shape[0],
-            p.left, p.right, p.scale, p.scale * gain, _value_scale(p), dk.stride(0),
+            p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dk.stride(0),
             HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
         )  # fmt: skip
 
@@ -242,7 +299,6 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     dout = _addressable(dense_columns(dout))
     dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
     delta = None
-    gain = p.out_scale * p.folded_gain
     if p.softmax:
         delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
         launch(
@@ -259,7 +315,7 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
             dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count,
             x.q_offsets, x.k_offsets, x.act_ids,
-            x.batch, x.out_rows, x.k.shape[0], p.scale, p.scale * gain, _value_scale(p), dq.stride(0), dk.stride(0),
+            x.batch, x.out_rows, x.k.shape[0], p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
             HKV=p.kv_heads, **config, **constants,
         )  # fmt: skip
 

@@ -47,7 +47,7 @@ def _on_hopper(problem: Problem) -> Supported:
 
 
 def supports(problem: Problem, only: bool = False) -> Supported:
-    """Answers from the problem alone; does not touch the device and imports no triton. Heads of 256 columns have a forward pass only."""
+    """Answers from the problem alone; does not touch the device and imports no triton. ``only``: whether both passes have such a kernel."""
     answer = _on_hopper(problem)
     if not answer:
         return answer
@@ -57,9 +57,10 @@ def supports(problem: Problem, only: bool = False) -> Supported:
     if problem.dtype("q") == torch.float32:
         return no("multiplies bf16 or fp16")
     d, dv = problem.dim("D"), problem.dim("Dv")
-    widths = _WIDTHS[:2] if only else _WIDTHS
-    if d != dv or d not in widths:
-        return no(f"head widths D = Dv of {', '.join(map(str, widths))}; they are {d} and {dv}")
+    if d != dv or d not in _WIDTHS:
+        return no(f"head widths D = Dv of {', '.join(map(str, _WIDTHS))}; they are {d} and {dv}")
+    if only and d == 256 and (problem.op != "gdpa" or problem.dim("H") != problem.dim("Hkv") or problem.option("broadcast_q")):
+        return no("gradients of 256 columns for gdpa with a key head for every query head, queries not shared")
     if problem.present & _BEYOND:
         return no("no bias, candidates, context or request sharing")
     return _dialect()

@@ -222,6 +222,32 @@ def test_gradient_of_the_norm(kind, width):
     centred = wide - wide.mean(1, keepdim=True) if kind == "layer" else wide
     (centred * torch.rsqrt(centred.square().mean(1, keepdim=True) + 1e-6)).backward(g.double())
     torch.testing.assert_close(got.cpu().double(), wide.grad, rtol=1e-4, atol=1e-5)
+    more = norm_backward(x.to(DEVICE), g.to(DEVICE), stats, kind, x.to(DEVICE))
+    torch.testing.assert_close(more, got + x.to(DEVICE), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [mx_linear(), fp8_linear("block")], ids=["mx", "fp8"])
+def test_input_of_a_norm_is_handed_on(policy, monkeypatch):
+    """A skip connection around norm and linear: the same result and gradients as with the addition by itself; also where only one of the
+    two is used."""
+    generator = torch.Generator().manual_seed(7)
+    if DEVICE == "cpu":
+        monkeypatch.setattr("gem_precision.kernels.usable", lambda t: t.dim() == 2)
+    net = convert_linear(nn.Linear(96, 96).to(DEVICE), Site("s", "linear", [("p", policy)]))
+    x, g = (torch.randn(5, 14, 96, generator=generator).to(DEVICE) for _ in range(2))
+    found: dict[tuple[bool, str], list[torch.Tensor]] = {}
+    for through in (False, True):
+        for used in ("both", "result", "x"):
+            net.zero_grad()
+            inputs = x.clone().requires_grad_()
+            y, passed = net.after_norm_through(inputs, "rms", 1e-6) if through else (net.after_norm(inputs, "rms", 1e-6), inputs)
+            total = {"both": passed + y, "result": y, "x": passed * 2}[used]
+            total.backward(g)
+            found[through, used] = [total.detach(), inputs.grad, *([] if used == "x" else [net.weight.grad, net.bias.grad])]
+    assert found[True, "both"][0].shape == x.shape
+    for used in ("both", "result", "x"):
+        for a, b in zip(found[False, used], found[True, used]):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("before", [("rms", 1e-6), ("layer", 1e-5), ("act", "gelu"), ("act", "relu"), ("act", "silu")], ids=str)

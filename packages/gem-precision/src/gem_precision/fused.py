@@ -43,12 +43,13 @@ def fused_operands(
     return done.rows, done.columns, done.stats, done.y
 
 
-def through(before: tuple[str, Any], saved: Sequence[Tensor], g: Tensor) -> Tensor:
-    """The gradient of x from that of the norm's or activation's result; ``saved``: x, and the norm's statistics."""
+def through(before: tuple[str, Any], saved: Sequence[Tensor], g: Tensor, plus: Tensor | None = None) -> Tensor:
+    """The gradient of x from that of the norm's or activation's result; ``saved``: x, and the norm's statistics. ``plus``: behind a norm,
+    another gradient of x, which is added."""
     kind, what = before
     x = saved[0]
     if kind != "act":
-        return norm_backward(x, g, saved[1], kind)
+        return norm_backward(x, g, saved[1], kind, plus)
     g = g.to(x.dtype)
     if what == "relu":
         return torch.ops.aten.threshold_backward(g, x, 0)

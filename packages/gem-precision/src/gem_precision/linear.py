@@ -66,6 +66,18 @@ class LowPrecisionLinear(nn.Linear):
             return self(ops.norm(x, kind=kind, eps=eps))
         return _linear(x, self.weight, self.bias, self.site, kind, eps, training=self.training)
 
+    def after_norm_through(self, x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
+        """`after_norm`, and x for what uses it afterwards, as a skip connection does: that use's gradient is added where the norm's is
+        computed, not in a pass of its own."""
+        asks = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not asks or self._has_few_rows(x) or not can_fuse(x, kind, self.site.policy):
+            return self.after_norm(x, kind, eps), x
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        rows = x.reshape(-1, x.shape[-1])
+        y, passed = linear_op.Through.apply(rows, self.weight, self.bias, self.site, dtype, kind, eps, self.training)
+        return y.view(*x.shape[:-1], self.out_features), passed.view(x.shape)
+
     def after_activation(self, x: Tensor, name: str) -> Tensor:
         """``self(act(x))`` for relu, gelu (erf) or silu, likewise in one pass."""
         if self._has_few_rows(x) or not can_fuse(x, f"act:{name}", self.site.policy):

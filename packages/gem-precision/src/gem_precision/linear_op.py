@@ -136,10 +136,10 @@ def saved_operand(x: Tensor, operand: Operand, hadamard: int | None) -> tuple[Te
 @torch.library.custom_op("gem_precision::linear_backward", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def linear_backward(
     g: Tensor, w: Tensor, x: Tensor | None, data: Tensor, scales: Tensor, stats: Tensor, key: str, dtype: torch.dtype, before: str,
-    eps: float, wants_dx: bool, wants_dw: bool, wants_db: bool,
+    eps: float, wants_dx: bool, wants_dw: bool, wants_db: bool, plus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx ``[M, K]``, dw ``[N, K]``, db ``[N]`` fp32) for ``g [M, N]``; empty where not wanted. ``x``: what the forward op was given, where
-    it is needed."""
+    it is needed. ``plus``: behind a norm, another gradient of x, which dx then contains."""
     site, policy = site_of(key)
     dgrad, wgrad, operands = policy.dgrad, policy.wgrad, _Operands(policy, site)
     first = parse_before(before, eps)
@@ -170,7 +170,7 @@ def linear_backward(
             dw = high_precision_gemm(g.t(), x.t(), w.dtype)
         if dx is not None and first is not None:
             assert x is not None
-            dx = through(first, (x, stats), dx)
+            dx = through(first, (x, stats), dx, plus)
         if db is None:
             db = column_sums(g) if wants_db else g.new_empty(0, dtype=torch.float32)
     return g.new_empty(0) if dx is None else dx, g.new_empty(0) if dw is None else dw, db
@@ -179,7 +179,7 @@ def linear_backward(
 @linear_backward.register_fake
 def _(
     g: Tensor, w: Tensor, x: Tensor | None, data: Tensor, scales: Tensor, stats: Tensor, key: str, dtype: torch.dtype, before: str,
-    eps: float, wants_dx: bool, wants_dw: bool, wants_db: bool,
+    eps: float, wants_dx: bool, wants_dw: bool, wants_db: bool, plus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = x.dtype if before and x is not None else dtype
     dx = g.new_empty((g.shape[0], w.shape[1]), dtype=out) if wants_dx else g.new_empty(0)
@@ -206,3 +206,30 @@ def _backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 linear.register_autograd(_backward, setup_context=_keep)
+
+
+class Through(torch.autograd.Function):
+    """`linear` behind a norm of ``x [M, K]``, and x itself: one backward call gets the gradients of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, site: Site, dtype: torch.dtype, kind: str, eps: float, samples: bool
+    ) -> tuple[Tensor, Tensor]:
+        wants_dw = ctx.needs_input_grad[1]
+        y, data, scales, stats = linear(x, w, b, site.key, dtype, kind, eps, wants_dw, samples)
+        ctx.save_for_backward(w, x, data, scales, stats)
+        # the site must live as long as the graph
+        ctx.site, ctx.told, ctx.bias_dtype = site, (site.key, dtype, kind, eps), None if b is None else b.dtype
+        ctx.set_materialize_grads(False)
+        return y, x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+        rest = (None,) * 5
+        if g is None:
+            return dx, None, None, *rest
+        needs = ctx.needs_input_grad[:3]
+        made = linear_backward(g, *ctx.saved_tensors, *ctx.told, *needs, dx)
+        dx, dw, db = (grad if need else None for grad, need in zip(made, needs))
+        return dx, dw, None if db is None else db.to(ctx.bias_dtype), *rest

@@ -1,7 +1,8 @@
 """Small modules that every part is built from.
 
 Linear maps stay `torch.nn.Linear` modules, so that a precision recipe can find and replace them: the fused ops are used only while the
-module is exactly that type. What a recipe puts there may take the norm or activation before it into its own pass (`after_norm`).
+module is exactly that type. What a recipe puts there may take the norm or activation before it into its own pass (`after_norm`), and also
+hand the norm's input on (``after_norm_through(x, kind, eps) -> (result, x)``).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class NormLinear(nn.Module):
         linear = self.linear
         if type(linear) is nn.Linear:
             return ops.norm_linear(x, linear.weight, linear.bias, kind=self.kind, eps=self.eps, through=through)
+        if through and hasattr(linear, "after_norm_through"):
+            return linear.after_norm_through(x, self.kind, self.eps)
         y = after_norm(linear, x, self.kind, self.eps)
         return (y, x) if through else y
 
@@ -226,14 +229,15 @@ class _AddedLinear(torch.autograd.Function):
         )
 
 
-def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dropout) -> Tensor:
+def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dropout | None = None) -> Tensor:
     """``residual + dropout(linear(x))`` of rows ``[N, in]``."""
-    dropped = dropout.p and dropout.training
+    dropped = dropout is not None and dropout.p and dropout.training
     if _many(x) and type(linear) is nn.Linear and not dropped and not torch.compiler.is_compiling():
         w, b = linear.weight, linear.bias
         if b is not None and {w.dtype, b.dtype, residual.dtype} == {x.dtype} and (run := add_linear.implementation(x, w)) is not None:
             return _AddedLinear.apply(run, residual, x, w, b)  # type: ignore[no-any-return]
-    return residual + dropout(rows_linear(linear, x))
+    y = rows_linear(linear, x)
+    return residual + (y if dropout is None else dropout(y))
 
 
 def after_norm(linear: nn.Module, x: Tensor, kind: NormKind, eps: float = 1e-6) -> Tensor:

@@ -219,16 +219,17 @@ def norm_quantize(
     return what.result(y if write_y else None, stats)
 
 
-def norm_backward(x: Tensor, g: Tensor, stats: Tensor, kind: str) -> Tensor:
-    """Gradient ``[R, C]`` of the affine-free norm of ``x``, in x's dtype, from the ``stats`` of `norm_quantize`."""
+def norm_backward(x: Tensor, g: Tensor, stats: Tensor, kind: str, plus: Tensor | None = None) -> Tensor:
+    """Gradient ``[R, C]`` of the affine-free norm of ``x``, in x's dtype, from the ``stats`` of `norm_quantize`; ``plus [R, C]`` is added
+    to it before it is rounded."""
     from gem_precision.kernels.quantize_kernels import norm_backward_kernel
 
     x, g = x.contiguous(), g.contiguous()
     dx = torch.empty_like(x)
     block = min(1 << (x.shape[1] - 1).bit_length(), 2048)
     launch(
-        norm_backward_kernel, x.shape[0], x.device, x, g, stats, dx, *x.shape, LAYER=kind == "layer", ONE=x.shape[1] <= block,
-        BLOCK_C=block, num_warps=max(1, min(8, block // 256)),
+        norm_backward_kernel, x.shape[0], x.device, x, g, x if plus is None else plus.contiguous(), stats, dx, *x.shape,
+        LAYER=kind == "layer", PLUS=plus is not None, ONE=x.shape[1] <= block, BLOCK_C=block, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     return dx
 

@@ -188,9 +188,11 @@ def norm_quantize_kernel(
 
 
 @triton.jit
-def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, ONE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row. ``ONE``:
-    BLOCK_C holds a row, which is then read once."""
+def norm_backward_kernel(
+    x, g, plus, stats, dx, R, C, LAYER: tl.constexpr, PLUS: tl.constexpr, ONE: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Gradient of the affine-free norm, one row a program: ``rstd (g - mean(g)[layer] - n mean(g n))`` with n the normalised row, and
+    ``plus`` added. ``ONE``: BLOCK_C holds a row, which is then read once."""
     row = tl.program_id(0).to(tl.int64)
     mean, rstd = tl.load(stats + row), tl.load(stats + R + row)
     cols = tl.arange(0, BLOCK_C)
@@ -199,6 +201,8 @@ def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, ONE: tl.con
         n = (tl.load(x + row * C + cols, mask=cols < C, other=0.0).to(tl.float32) - mean) * rstd
         centre = tl.sum(upstream) / C if LAYER else 0.0
         result = rstd * (upstream - centre - n * (tl.sum(upstream * n) / C))
+        if PLUS:
+            result += tl.load(plus + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
         tl.store(dx + row * C + cols, result.to(dx.dtype.element_ty), mask=cols < C)
     else:
         along = tl.zeros((BLOCK_C,), tl.float32)
@@ -215,4 +219,7 @@ def norm_backward_kernel(x, g, stats, dx, R, C, LAYER: tl.constexpr, ONE: tl.con
             at = start + cols
             upstream = tl.load(g + row * C + at, mask=at < C, other=0.0).to(tl.float32)
             n = (tl.load(x + row * C + at, mask=at < C, other=0.0).to(tl.float32) - mean) * rstd
-            tl.store(dx + row * C + at, (rstd * (upstream - centre - n * projection)).to(dx.dtype.element_ty), mask=at < C)
+            result = rstd * (upstream - centre - n * projection)
+            if PLUS:
+                result += tl.load(plus + row * C + at, mask=at < C, other=0.0).to(tl.float32)
+            tl.store(dx + row * C + at, result.to(dx.dtype.element_ty), mask=at < C)

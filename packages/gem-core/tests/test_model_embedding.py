@@ -289,3 +289,24 @@ def test_events_stay_in_the_precision_of_their_products():
     assert plain.dtype == torch.float32
     assert cast.dtype == torch.bfloat16
     assert torch.allclose(cast.float(), plain, rtol=2e-2, atol=6e-2)
+
+
+@pytest.mark.parametrize("combine", ["concat", "masknet", "sum"])
+@pytest.mark.parametrize("learned", [{"time_buckets": 4}, {"positions": 3}, {"time_buckets": 4, "positions": 3}, {}])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_tokens_at_once_are_those_in_steps(combine, learned, scale):
+    features = sample_features()
+    tables = LocalTables(table_set(features, 8))
+    name = next(n for n, s in features.sequences.items() if s.timestamps is not None)
+    tokens = EventTokens(
+        name, features, tables.table_set, 16, EventConfig(**{"combine": combine, "scale": scale, "time_buckets": 0} | learned)
+    )
+    batch = random_batch(features, 5)
+    embedded = tables(sparse_group(batch, tables.table_set.lookups))
+    rows = tokens.rows(batch)
+    for cast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            expected = tokens.placed(tokens(batch, embedded), batch, embedded, rows)
+            found = tokens.at_once(batch, embedded, rows)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)

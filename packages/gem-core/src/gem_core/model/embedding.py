@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from gem_core.errors import BatchError, ConfigError
 from gem_core.jagged import Jagged
 from gem_core.model.config import EventConfig
 from gem_core.model.contract import TableSet
-from gem_core.model.layers import MaskNet, Mlp, TokenMix, rows_linear
+from gem_core.model.layers import MaskNet, Mlp, TokenMix, added_linear, product_dtype, rows_linear
 from gem_core.model.rows import Rows
 from gem_core.model.tables import sequence_of
 
@@ -259,13 +259,30 @@ class EventTokens(nn.Module):
         token = self._scaled(token)
         if self.match is not None:
             token = token + self.match(self.fields.products(batch, embedded, rows, self.scales))
+        for more in self._learned(rows, token.dtype):
+            token = token + more
+        return token
+
+    def at_once(self, batch: Batch, embedded: Embedded, rows: Rows) -> Tensor:
+        """``placed`` of `forward`'s tokens, where nothing else reads those: a learned row is added beside the product."""
+        plain = self.config.combine != "sum" and type(self.maps[0]) is nn.Linear and self.config.scale == 1 and self.match is None
+        if not plain or (self.place is None and self.age is None):
+            return self.placed(self(batch, embedded), batch, embedded, rows)
+        fields = side_by_side(self.fields(batch, embedded))
+        first, *others = self._learned(rows, product_dtype(fields))
+        token = added_linear(self.maps[0], fields, first)
+        for more in others:
+            token = token + more
+        return token
+
+    def _learned(self, rows: Rows, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Rows ``[N, dim]`` of the learned places and ages there are."""
         if self.place is not None:
             place = rows.recency if self.config.count_from == "newest" else rows.position
-            token = token + rows_in(self.place, (place + 1).clamp(max=self.config.positions), token.dtype)
+            yield rows_in(self.place, (place + 1).clamp(max=self.config.positions), dtype)
         if self.age is not None:
             assert rows.ages is not None
-            token = token + rows_in(self.age, self._bucket(rows.ages), token.dtype)
-        return token
+            yield rows_in(self.age, self._bucket(rows.ages), dtype)
 
     def candidate(self, embedded: Embedded, batch_size: int) -> Tensor:
         """``[B, dim]``: the candidate as an event that happens now."""
@@ -284,7 +301,7 @@ class EventTokens(nn.Module):
 
     def _combine(self, fields: list[Tensor]) -> Tensor:
         if self.config.combine != "sum":
-            return rows_linear(self.maps[0], fields[0] if len(fields) == 1 else torch.cat(fields, 1))
+            return rows_linear(self.maps[0], side_by_side(fields))
         parts = [m(f) for m, f in zip(self.maps, fields)]
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
@@ -312,6 +329,11 @@ class EventTokens(nn.Module):
     def _bucket(self, ages: Tensor) -> Tensor:
         last = math.log1p(self.config.time_max / self.config.time_scale)
         return (ages * (self.config.time_buckets / last)).long().clamp(max=self.config.time_buckets - 1)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """``[N, sum of widths]`` of tensors ``[N, width]``."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
 
 
 def _targets(name: str, features: Features, sequence: SequenceFeature) -> dict[str, str]:

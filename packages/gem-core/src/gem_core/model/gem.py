@@ -113,5 +113,6 @@ class Gem(RankingModel):
         return gem_flops(self, lengths, batch_size)
 
     def _next_event(self, name: str, history: History) -> Tensor:
+        assert history.events is not None
         states = history.rows.events(history.s)
         return self.towers[name].next_event * self.next_event[name](states, history.events, history.event_rows)

@@ -25,13 +25,13 @@ class History:
     """One history on its way through the layers.
 
     ``s [N, dim]`` with its layout and rotary angles; the candidate's token ``[B, dim]``; ``events`` are the event tokens alone, without
-    place and age, and ``event_rows`` their layout without CLS and candidate rows. ``pooled [B, n, token_dim]`` are the summary tokens of
-    the last layer that pooled.
+    place and age, where next_event predicts them, and ``event_rows`` their layout without CLS and candidate rows.
+    ``pooled [B, n, token_dim]`` are the summary tokens of the last layer that pooled.
     """
 
     s: Tensor
     rows: Rows
-    events: Tensor
+    events: Tensor | None
     event_rows: Rows
     rotary: Rotary | None = None
     candidate: Tensor | None = None
@@ -74,8 +74,11 @@ class HistoryEntry(nn.Module):
     def forward(self, batch: Batch, embedded: Embedded, x: Tensor) -> History:
         c = self.config
         rows = event_rows = self.events.rows(batch)
-        events = self.events(batch, embedded)
-        s = self.events.placed(events, batch, embedded, rows)
+        if c.next_event:
+            events = self.events(batch, embedded)
+            s = self.events.placed(events, batch, embedded, rows)
+        else:
+            events, s = None, self.events.at_once(batch, embedded, rows)
         candidate = None if self.about is None else self.about(x).squeeze(1)
         if self.compares:
             own = self.events.candidate(embedded, batch.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import sys
 from pathlib import Path
@@ -230,6 +231,20 @@ def test_an_id_of_another_type_is_refused(trained: Path, serve, tmp_path: Path, 
         told = capsys.readouterr().err
         assert "the column holds text, " in told
         assert "number" in told
+
+
+def test_the_script_names_the_line(trained: Path, serve, monkeypatch: pytest.MonkeyPatch):
+    good = json.dumps(rows()[1])
+    for arguments, lines, words in (
+        ([], [], "usage: "),
+        ([trained / "nowhere"], [], "no folder of gemrec export: .*manifest.json"),
+        ([trained / "package"], [good, "", "{"], "line 3 is no JSON"),
+        ([trained / "package"], [good, json.dumps({**rows()[1], "picture": [1.0]})], "line 2: picture: no list of 3 numbers"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        with pytest.raises(SystemExit, match=words):
+            serve.main()
 
 
 def test_a_vocabulary_that_grows_keeps_its_places(trained: Path, tmp_path: Path):

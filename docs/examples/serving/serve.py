@@ -96,7 +96,7 @@ class Package:
                 made[name] = torch.tensor([self._time(row) for row in rows])
             elif kind == "vectors":
                 spec = f["vectors"][rest]
-                made[name] = torch.tensor([row[spec["column"] or rest] for row in rows], dtype=torch.float32)
+                made[name] = torch.tensor([_vector(row, spec["column"] or rest, spec["dim"]) for row in rows], dtype=torch.float32)
             elif kind == "sparse":
                 made[name] = self._bags(name, [self._bag(row, rest) for row in rows], i["table"], i["pooling"])
             elif i["rows"] == "offsets":
@@ -243,6 +243,13 @@ def _number(row: Row, name: str, spec: dict[str, Any]) -> float:
     return (x - spec["mean"]) / spec["std"]
 
 
+def _vector(row: Row, column: str, dim: int) -> list[float]:
+    x = row.get(column)
+    if not isinstance(x, list) or len(x) != dim or not all(isinstance(v, (int, float)) for v in x):
+        raise Refused(f"{column}: no list of {dim} numbers")
+    return x
+
+
 def mix(x: int) -> int:
     """The finaliser of SplitMix64."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
@@ -263,11 +270,31 @@ def hash64(value: int | str | bytes, salt: int) -> int:
 
 
 def main() -> None:
-    package = Package(sys.argv[1])
-    rows = [json.loads(line) for line in sys.stdin if line.strip()]
-    found = package.predict(rows) if package.items is None else [{"items": items} for items in package.retrieve(rows)]
-    for line in found:
-        print(json.dumps(line))
+    if len(sys.argv) != 2:
+        sys.exit("usage: python serve.py PACKAGE < rows.jsonl > scores.jsonl")
+    try:
+        package = Package(sys.argv[1])
+    except OSError as error:
+        sys.exit(f"this is no folder of gemrec export: {error}")
+    rows = []
+    for number, line in enumerate(sys.stdin, 1):
+        if line.strip():
+            try:
+                rows.append((number, json.loads(line)))
+            except ValueError as error:
+                sys.exit(f"line {number} is no JSON: {error}")
+    try:
+        asked = [row for _, row in rows]
+        found = package.predict(asked) if package.items is None else [{"items": items} for items in package.retrieve(asked)]
+    except Refused:
+        for number, row in rows:  # rows are computed together: this finds the one
+            try:
+                package.tensors([row])
+            except Refused as error:
+                sys.exit(f"line {number}: {error}")
+        raise
+    for scores in found:
+        print(json.dumps(scores))
 
 
 if __name__ == "__main__":

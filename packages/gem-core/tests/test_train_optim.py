@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_core.config.schema import DenseOptimizer, Schedule, TableOptimizer
 from gem_core.errors import ConfigError
@@ -276,6 +278,31 @@ def test_parameters_with_copies_are_updated_as_without(clip):
     assert states[1]["weight.step"] == 4
     for key, value in states[0].items():
         torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-6)
+
+
+class Waits(TorchDispatchMode):
+    """Fails where a value of the device would be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_a_step_with_copies_waits_for_nothing(all_of_them):
+    parameters = {name: nn.Parameter(torch.randn(5, 4)) for name in ("a", "b", "c")}
+    copies = {name: parameters[name].detach().bfloat16().requires_grad_() for name in ("a", "b")}
+    # as a captured step has it: the learning rate and all that a step depends on are tensors
+    with an_implementation():
+        optimizer = DenseAdamW(parameters, DenseOptimizer(), lr_on_device=True, copies=copies)
+    optimizer.adamw = (
+        None if optimizer.adamw is None else SimpleNamespace(state=optimizer.adamw.state, step=lambda: None, zero_grad=lambda **_: None)
+    )
+    for copy in list(copies.values())[: 2 if all_of_them else 1]:
+        copy.grad = torch.ones(5, 4).bfloat16()
+    with Waits():
+        optimizer.step(YES, 1.0, optimizer.grad_norm())
+    assert optimizer._steps.tolist() == ([1, 1] if all_of_them else [1, 0])
 
 
 def test_state_of_parameters_with_copies_can_be_restored():

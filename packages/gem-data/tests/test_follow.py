@@ -175,6 +175,23 @@ before_training = true
 """
 
 
+def test_hashed_ids_keep_their_type_over_partitions_and_resumption(tmp_path):
+    for hour, ids in ((1, [1, 2]), (2, ["1", "2"])):
+        (tmp_path / f"hour={hour}").mkdir()
+        pq.write_table(pa.table({"id": [10 * hour, 10 * hour + 1], "item": ids}), tmp_path / f"hour={hour}" / "0.parquet")
+        (tmp_path / f"hour={hour}" / "_SUCCESS").touch()
+    features = Features.model_validate({"sample_id": "id", "sparse": {"item": {"rows": 20, "hash": True}}})
+    config = FollowConfig(train=(str(tmp_path),), idle_s=0, poll_s=0.02)
+    source = build_follow(config, features, split="train", batch_size=2)
+    first = list(islice(source, 1))
+    resumed = build_follow(config, features, split="train", batch_size=2)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert len(first) == 1
+    for again in (source, resumed):
+        with pytest.raises(DataError, match=r"holds text, in partitions before it integers.*\n.*hour=2"):
+            list(again)
+
+
 def test_each_partition_is_evaluated_before_it_is_trained_on(folder, tmp_path):
     path = tmp_path / "follow.toml"
     path.write_text(CONFIG.format(folder=folder))

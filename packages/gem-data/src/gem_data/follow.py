@@ -58,6 +58,7 @@ class Following:
         self._inside: dict[str, Any] | None = None
         self._reading: Any = None
         self.late = 0
+        self.hashed: dict[str, list[str]] = {}
         self._read = 0
         self._known: set[str] | None = None
         self._blocked: list[str] = []
@@ -83,16 +84,26 @@ class Following:
 
     def state_dict(self) -> dict[str, Any]:
         inside = self._inside if self._reading is None else self._reading.state_dict()
-        return {"partition": self.partition, "watermark": self.watermark, "inside": inside, "read": self._read, "late": self.late}
+        position = {"partition": self.partition, "watermark": self.watermark, "inside": inside}
+        return {**position, "read": self._read, "late": self.late, "hashed": self.hashed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.partition, self.watermark, self._inside, self._reading = state["partition"], state["watermark"], state["inside"], None
-        self._read, self.late, self._known = state["read"], state["late"], None
+        self._read, self.late, self._known, self.hashed = state["read"], state["late"], None, state.get("hashed", {})
 
     def _training_source(self, name: str) -> Any:
         where = self.config.model_copy(update={"train": (f"{self.folder}/{name}",)})
         seed = mix64(key_of(self._seed) ^ salt_of(name)) >> 1
-        return build_parquet(where, self.features, split="train", seed=seed, **self._how)
+        source = build_parquet(where, self.features, split="train", seed=seed, **self._how)
+        for path, kinds in source.hashed.items():
+            if self.hashed.setdefault(path, kinds) != kinds:
+                raise DataError(
+                    f"the column holds {' and '.join(kinds)}, in partitions before it {' and '.join(self.hashed[path])}: the same id has "
+                    "another hash",
+                    where=f"{self.folder}/{name}, features.{path}",
+                    fix="store it in one type in all partitions",
+                )
+        return source
 
     def _next(self) -> str | None:
         """The next partition to read, waited for; None: there is none to come."""

@@ -20,6 +20,6 @@ if TYPE_CHECKING:
 
 def specs() -> list[KernelSpec]:
     """The implementations of this family; triton is imported when one of them first runs."""
-    from gem_kernels.triton.hopper import spec
+    from gem_kernels.triton.hopper import add_linear, spec
 
-    return spec.specs()
+    return [*spec.specs(), *add_linear.specs()]

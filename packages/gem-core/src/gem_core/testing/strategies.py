@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +62,7 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
     context = mp.get_context("forkserver")  # imports torch once, not once a process
     context.set_forkserver_preload([__name__])
     processes = [
-        context.Process(target=_enter, args=(rank, world, port, backend, worker, argument, str(folder), timeout / 8), daemon=True)
+        context.Process(target=_enter, args=(rank, world, port, backend, worker, argument, str(folder)), daemon=True)
         for rank in range(world)
     ]
     for process in processes:
@@ -71,10 +73,14 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
         if any(process.exitcode for process in processes):  # the others may wait for what will not come
             until = min(until, time.monotonic() + LEFT_ALONE)
     hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
+    for pid in [processes[rank].pid for rank in hung]:
+        assert pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    wait([processes[rank].sentinel for rank in hung], 1.0 if hung else 0.0)
+    for rank in hung:
+        processes[rank].kill()
+        processes[rank].join()
     faults = {rank: path.read_text() for rank in range(world) if (path := folder / f"fault-{rank}.txt").exists()}
     killed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode and rank not in (*hung, *faults)}
     faults |= {rank: f"ended with exit code {code}\n{_stacks(folder, rank)}" for rank, code in killed.items()}
@@ -87,17 +93,17 @@ def run_processes(world: int, worker: Worker, argument: Any, folder: Path, timeo
 
 
 def _stacks(folder: Path, rank: int) -> str:
-    """The newest stacks that a rank has written, without their time."""
+    """What a rank has written of where its threads are."""
     path = folder / f"stacks-{rank}.txt"
-    text = path.read_text() if path.exists() else ""
-    return text.rpartition("Timeout (")[2].partition("\n")[2] if "Timeout (" in text else text
+    return path.read_text() if path.exists() else ""
 
 
-def _enter(rank: int, world: int, port: int, backend: str, worker: Worker, argument: Any, folder: str, every: float) -> None:
+def _enter(rank: int, world: int, port: int, backend: str, worker: Worker, argument: Any, folder: str) -> None:
     torch.set_num_threads(1)
     stacks = (Path(folder) / f"stacks-{rank}.txt").open("w")  # open to the end: it is written by a thread of C
     faulthandler.enable(stacks)
-    faulthandler.dump_traceback_later(every, repeat=True, file=stacks)
+    # Asked for at the end only: a thread that reads the stacks of others while they run can crash the process.
+    faulthandler.register(signal.SIGUSR1, stacks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         if "cuda" in backend:

@@ -38,7 +38,7 @@ class SummedExperts(nn.Module):
         self.spread: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.spread is None and (wukongs := together(self.experts, self.shortcut, x)) is not None:
+        if self.spread is None and (wukongs := together([*self.experts], self.shortcut, x)) is not None:
             return self.norm(summed(wukongs, x))
         y = self.shortcut(x)
         if self.spread is not None:

@@ -236,9 +236,8 @@ class DenseAdamW:
         if not given:
             return
         scale = None if clip is None or norm is None else (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grads_with_norm_
-        counted = [self._step_of[name] for name in given] if len(given) < len(self.copies) else [self._steps]
-        # without alpha the overload for numbers is taken, which reads the flag on the host
-        torch._foreach_add_(counted, ok.float(), alpha=1)
+        for steps in [self._steps] if len(given) == len(self.copies) else [self._step_of[name] for name in given]:
+            steps.add_(ok)
         corrections = torch.stack([1 - beta ** self._steps.double() for beta in self.config.betas], 1).float()
         for (name, copy), correction in zip(self.copies.items(), corrections):
             parameter = self.parameters[name]

@@ -72,12 +72,15 @@ def flags(operand: Operand, rows: bool, cols: bool, stochastic: bool = False) ->
 
 
 def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act: int = 0, sums: bool = False) -> dict[str, Any]:
-    """``act``: an activation in the place of FP8's norm."""
+    """``act``: an activation in the place of FP8's norm; ``sums``: and without it."""
     meta = _meta(operand)
     mx = operand.format == "mx"
-    tile = TILES["gluon_rows" if not both else "gluon_both_mx" if mx else "gluon_both" if act else "gluon_norm"]
+    norm = not (mx or act or sums)
+    tile = TILES[
+        "gluon_rows" if not both else "gluon_both_mx" if mx else "gluon_act" if act > 1 else "gluon_both" if act or sums else "gluon_norm"
+    ]
     constexprs = {name: meta[name] for name in ("FP8", "RULE", "MBITS", "EMAX", "LARGEST", "TOP_MANTISSA", "B")} | {
-        "ACT": act, "WRITE_Y": not mx and not act, "SWIZZLE": mx, "E5M2": False, "WARPS": tile["num_warps"],
+        "ACT": act, "WRITE_Y": norm, "SWIZZLE": mx, "E5M2": False, "WARPS": tile["num_warps"],
     }  # fmt: skip
     constexprs |= {name: value for name, value in tile.items() if name.isupper()}
     registers = tile.get("maxnreg")
@@ -85,7 +88,7 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act:
         kept = ("x", "y_out", "row_data", "row_scales", "R", "C", "stride")
         rows = {name: types[name] for name in kept} | {"strips_c": "i32"}
         return built(quantize_rows_kernel, arch, rows, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
-    constexprs |= {"NORM": not mx and not act, "WEIGHT": not mx and not act, "BIAS": False, "SQUARE": not mx, "SUMS": sums}
+    constexprs |= {"NORM": norm, "WEIGHT": norm, "BIAS": False, "SQUARE": not mx, "SUMS": sums}
     types = types | {"sums": "*fp32", "strips_r": "i32", "strips_c": "i32"}
     types = {name: types[name] for name in quantize_both_kernel.arg_names if name in types}
     return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
@@ -140,9 +143,9 @@ def main(arch: int) -> None:
             found[f"gluon_{name.replace('both', 'rows')}"] = by_hand(operand, arch, types, False)
     types = NORM | scales | SIZES
     strips = Operand("fp8", block=(1, 128))
-    for act in (2, 3):
+    for act in (1, 2, 3):
         found[f"gluon_fp8_act_{act}"] = by_hand(strips, arch, types, True, act)
-    found["gluon_fp8_sums"] = by_hand(strips, arch, types, True, 1, True)
+    found["gluon_fp8_sums"] = by_hand(strips, arch, types, True, sums=True)
     print(json.dumps(found))
 
 

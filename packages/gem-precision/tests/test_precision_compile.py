@@ -38,8 +38,8 @@ def test_scaled_gemm_is_block_scaled_on_blackwell_and_wgmma_on_hopper():
 @pytest.mark.parametrize("arch", [90, 100])
 def test_quantise_kernels_convert_in_hardware_and_do_not_spill(arch):
     for name, result in compiled(arch).items():
-        # the border path of the norm's kernel, which most tiles do not take, may put a few registers aside
-        assert result["spills"] <= (32 if name == "gluon_fp8_both" else 0), (name, result)
+        # with scales in tiles the path of border tiles, which most are not, puts one register aside
+        assert result["spills"] <= (4 if name == "gluon_mx_both" else 0), (name, result)
         if not name.endswith("_gemm"):
             assert result["wide_loads"] > 0, (name, result)
             assert bool(result["converts"]) != ("stochastic" in name), (name, result)

@@ -108,6 +108,7 @@ def bench_step(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps a window.")] = 10,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Windows of each variant.")] = 7,
     guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Also time the guard.")] = True,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Batches in turn; captured steps of each need memory.")] = 2,
     apart: Annotated[bool, typer.Option("--apart", help="One model in memory at a time, where two do not fit.")] = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("bench-precision-step"),
 ) -> None:
@@ -120,8 +121,9 @@ def bench_step(
     from gem_precision.bench import steps as bench
 
     loaded = load_config(quickstart_path() if config is None else config, overrides or ())
-    result = bench.measure(loaded, recipe, steps=steps, rounds=rounds, guard=guard, apart=apart, tell=print)
+    result = bench.measure(loaded, recipe, steps=steps, rounds=rounds, batches=batches, guard=guard, apart=apart, tell=print)
     words = ["gemrec bench precision-step", *([] if config is None else [config.name]), *(f"--set {o}" for o in overrides or ())]
-    command = " ".join([*words, f"--recipe {recipe} --steps {steps} --rounds {rounds}", *(["--apart"] if apart else [])])
+    command = " ".join([*words, f"--recipe {recipe} --steps {steps} --rounds {rounds} --batches {batches}"])
+    command += (" --no-guard" if not guard else "") + (" --apart" if apart else "")
     bench.write(result, out, name, command)
     print(bench.markdown(result, command))

@@ -9,8 +9,13 @@ import json
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from gem_core.errors import ConfigError
+from gem_core.hookspecs import KernelSpec
+from gem_core.ops import adamw
+from gem_core.ops.contract import YES
+from gem_core.ops.dispatch import offering
 from gem_core.plugins import manager
 from gem_core.testing.strategies import StrategyConformance, run_processes, run_training, train_rank
 from gem_core.train import step as train_step
@@ -56,6 +61,39 @@ def test_cut_steps_train_as_one_process_does(world, tmp_path):
         for key, value in alone["state"].items():
             off = float((ranks[0][name]["state"][key] - value).abs().max())
             assert off <= 1e-5 * (1 + float(value.abs().max())), (name, key, off)
+
+
+def with_copies(rank, world, task):
+    """`train_rank` in bf16 with AdamW that writes the weights' copies; and how many it wrote."""
+    train_step.check_capture = lambda *_: None
+    train_step.KEPT = task["least"]
+    config = StrategyConformance.config(task["parallel"])
+    config["train"] = {**config["train"], "capture": world > 1}
+    config["precision"] = {"recipe": "bf16"}
+    written = []
+
+    def forward(_problem, update):
+        written.append(update.gradient.dtype)
+        return adamw.reference(update), ()
+
+    with offering(KernelSpec(adamw.OP, "definition", forward, None, lambda _: YES, 10)):
+        found = train_rank(rank, world, {"config": config, "scenarios": {"s": task["sizes"]}})["s"]
+    assert all(dtype == torch.bfloat16 for dtype in written)
+    return {**found, "written": len(written)}
+
+
+@pytest.mark.skipif("bf16" not in {s.name for s in manager().offers("recipe")}, reason="nobody offers the recipe bf16")
+def test_two_processes_average_gradients_of_copies(tmp_path):
+    """Gradients that weights' bf16 copies have are averaged in bf16; losses are those without copies up to rounding."""
+    task = {"parallel": {"dense": "ddp"}, "sizes": SIZES[2], "least": 50}
+    both = run_processes(2, with_copies, task, tmp_path)
+    (plain, _) = run_processes(2, with_copies, {**task, "least": 1 << 30}, tmp_path)
+    assert plain["written"] == 0
+    for found in both:
+        assert found["written"] == both[0]["written"] > 50
+        assert found["differs"] == ""
+        for got, want in zip(found["losses"], plain["losses"], strict=True):
+            assert got == pytest.approx(want, rel=2e-3)
 
 
 def test_a_captured_run_evaluates_saves_and_resumes(tmp_path, monkeypatch):

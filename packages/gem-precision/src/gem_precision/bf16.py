@@ -95,7 +95,7 @@ def _wrap(module: nn.Module, device_type: str, *, enabled: bool, casts: WeightCa
         with torch.autocast(device_type, torch.bfloat16, enabled=enabled):
             if not enabled:
                 args, kwargs = tuple(map(_fp32, args)), {k: _fp32(v) for k, v in kwargs.items()}
-            with nullcontext() if casts is None or _several() or torch.compiler.is_compiling() else casts.swapped():
+            with nullcontext() if casts is None or torch.compiler.is_compiling() else casts.swapped(kept_only=_several()):
                 return inner(*args, **kwargs)
 
     module.forward = forward

@@ -66,8 +66,8 @@ class WeightCasts:
     Those that are kept (`keep`) have a copy of their own in ``dtype`` instead, which persists and is a leaf: gradients stay at the copy.
     Who updates the parameter behind PyTorch's back writes the copy as well; other changes of it are noticed by `refresh`.
 
-    Only for what is neither compiled nor distributed: the gradients of the parameters are there at the end of the backward pass only, so
-    that nothing could be sent meanwhile.
+    Not for what is compiled. Gradients of parameters without a copy are there at the end of the backward pass only, so that several
+    processes, which send some while the pass goes on, swap those with copies only.
 
     :param find: gives the places, (owner, name) each; asked at first use.
     """
@@ -105,20 +105,21 @@ class WeightCasts:
             k.seen = k.state()
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Inside, the parameters at the places are their values in ``dtype``."""
+    def swapped(self, *, kept_only: bool = False) -> Iterator[None]:
+        """Inside, the parameters at the places, or at those with a copy only, are their values in ``dtype``."""
         self.refresh()
-        own = [owner._parameters[name] for owner, name in self.places]
-        kept = [self._kept.get((id(owner), name)) for owner, name in self.places]
+        places = [(owner, name) for owner, name in self.places if not kept_only or (id(owner), name) in self._kept]
+        own = [owner._parameters[name] for owner, name in places]
+        kept = [self._kept.get((id(owner), name)) for owner, name in places]
         others = [p for p, k in zip(own, kept) if k is None]
         cast = iter(CastWeights.apply(self.dtype, *others) if others else ())
         try:
-            for (owner, name), k in zip(self.places, kept):
+            for (owner, name), k in zip(places, kept):
                 value: Any = next(cast) if k is None else k.copy
                 owner._parameters[name] = value
             yield
         finally:
-            for (owner, name), parameter in zip(self.places, own):
+            for (owner, name), parameter in zip(places, own):
                 owner._parameters[name] = parameter
 
 

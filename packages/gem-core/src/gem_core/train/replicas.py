@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gem_core.errors import RunError
 from gem_core.train.runtime import Runtime
@@ -22,14 +22,14 @@ ALIGNED = 64
 
 
 class SharedGradients:
-    """The gradients of ``parameters`` in a few tensors, each of which is on its way as soon as the backward pass has filled it.
+    """The gradients of ``parameters``, leaves, in a few tensors of their dtype, each on its way as soon as the backward pass has filled it.
 
     A step calls `take` after its backward pass (recorded with it), `begin`, and `finish` before its optimizer. The averages are never
     part of a recording: a recorded backward pass marks events that the exchange waits for, so that a process may replay while another
     computes. Parameters without a gradient on any process in the first step keep none.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], runtime: Runtime) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime) -> None:
         self.parameters, self.runtime = parameters, runtime
         self._buckets: list[_Bucket] = []
         self._of: dict[str, _Bucket] = {}
@@ -111,7 +111,7 @@ class _Bucket:
     closed: bool = False
 
     @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter], on_cuda: bool) -> _Bucket:
+    def of(cls, parameters: Mapping[str, Tensor], on_cuda: bool) -> _Bucket:
         starts, end = [], 0
         for p in parameters.values():
             starts.append(end)
@@ -123,7 +123,7 @@ class _Bucket:
         return cls(flat, places, event)
 
     @torch.no_grad()
-    def close(self, parameters: Mapping[str, nn.Parameter], world: int) -> None:
+    def close(self, parameters: Mapping[str, Tensor], world: int) -> None:
         """Take in what gradients there are, zeros for the others."""
         for name in self.places.keys() - set(self.found):
             self.places[name].zero_()

@@ -95,7 +95,10 @@ class TrainStep:
         if capture and not self._cuts and parts.tables is not None:
             parts.tables.small_dense = True  # type: ignore[attr-defined]
         self._table_norm = torch.zeros((), device=runtime.device)
-        self._shared = SharedGradients(self.dense.parameters, runtime) if self._cuts and runtime.world > 1 else None
+        self._shared: SharedGradients | None = None
+        if self._cuts and runtime.world > 1:
+            with_gradients = {**dense, **{f"{name}, copy": copy for name, copy in copies.items()}}
+            self._shared = SharedGradients(with_gradients, runtime)
 
     def set_lr(self, factor: float) -> float:
         """Scale both learning rates; returns the dense one."""
@@ -284,9 +287,11 @@ KEPT = 1 << 19
 
 
 def _casts_to_keep(parts: Parts, config: Config, runtime: Runtime) -> WeightCasts | None:
-    """The recipe's casts, where the optimizer can write them and nothing but it reads gradients: one process, one micro-batch a step."""
+    """The recipe's casts, where the optimizer can write them and nothing but it, or the averages of captured steps, reads gradients: one
+    micro-batch a step."""
     casts: WeightCasts | None = getattr(parts.model, "weight_casts", None)
-    plain = runtime.world == 1 and parts.module is parts.model and config.train.accumulate == 1
+    alone = runtime.world == 1 or config.train.capture
+    plain = alone and parts.module is parts.model and config.train.accumulate == 1
     return casts if casts is not None and plain and implementation(runtime.device.type) is not None else None
 
 

@@ -106,7 +106,7 @@ def norm_grads(
             norm_bwd_kernel, (programs,), x.device, x, _row(weight), dy, dtotal, mean, rstd, dx, xhat, *partial,
             stride(x), stride(dy), stride(dtotal), rows,
             C=c, C_PAD=power_of_two(c), LAYER=layer, NORMED=normed, WEIGHT=weight is not None, DTOTAL=dtotal is not None,
-            DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, **config,
+            DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, ONCE=not any(wanted), **config,
         )  # fmt: skip
 
     if rows and any(wanted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -70,8 +71,14 @@ def forward(
     return out, (q, k, v, q_offsets, k_offsets, out, *stats)
 
 
-def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...], gdpa: Gdpa = portable) -> Saved:
-    """Workspace: the normalised q and the gradient of o, each as large as q."""
+def backward(
+    problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ...], gdpa: Gdpa = portable,
+    adding: Callable[[Problem, Saved, Tensor], Saved | None] | None = None,
+) -> Saved:  # fmt: skip
+    """Workspace: the normalised q and the gradient of o, each as large as q.
+
+    ``adding`` (problem of `gdpa`, its tensors, do) may return its dk and dv and add its dq to do in place: the last pass reads less.
+    """
     from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_bwd_do_kernel, norm_gdpa_bwd_dq_kernel
 
     q, k, v, q_offsets, k_offsets, out, mean, rstd, out_rstd = saved
@@ -83,10 +90,15 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
     if rows:
         args = (given, out, grad, mean, rstd, out_rstd, do, l, q_offsets, batch, rows)
         launch(norm_gdpa_bwd_do_kernel, grid, q.device, *args, *strides, **sizes)
-    wanted = (*needs[:3], False, False, False, False)
-    dq, dk, dv, *_ = gdpa.backward(inner(problem), (l, k, v, q_offsets, k_offsets, *_ABSENT), do, wanted)
+    tensors = (l, k, v, q_offsets, k_offsets, *_ABSENT)
+    added = None if adding is None or not all(needs) else adding(inner(problem), tensors, do)
+    if added is None:
+        dq, dk, dv, *_ = gdpa.backward(inner(problem), tensors, do, (*needs[:3], False, False, False, False))
+    else:
+        dq, (dk, dv) = do, added
     if rows and needs[0]:
-        launch(norm_gdpa_bwd_dq_kernel, grid, q.device, given, do, grad, mean, rstd, dq, q_offsets, batch, rows, *strides, **sizes)
+        args = (given, do if added is None else None, grad, mean, rstd, dq, q_offsets, batch, rows)
+        launch(norm_gdpa_bwd_dq_kernel, grid, q.device, *args, *strides, **sizes)
     return dq, dk, dv
 
 

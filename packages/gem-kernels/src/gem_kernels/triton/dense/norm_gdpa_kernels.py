@@ -118,14 +118,16 @@ def norm_gdpa_bwd_dq_kernel(
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_gn: tl.constexpr, stride_gh: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq of ROWS rows from gdpa's gradient, which ``dq`` holds."""
+    """dq of ROWS rows from gdpa's gradient, which ``dq`` holds, and ``do``; without ``do`` their sum is in ``dq``."""
     row = _first_row(ROWS)
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
     r = tl.load(rstd + i, mask=i < rows, other=0.0)
     x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
     l = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), r, H, D, COLUMNS)
-    dl = _load(dq, H * D, D, row, end, H, D, ROWS, COLUMNS) + _load(do, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    dl = _load(dq, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    if do is not None:
+        dl += _load(do, H * D, D, row, end, H, D, ROWS, COLUMNS)
     d = dl - (tl.sum(dl, 1) / (H * D))[:, None] - l * (tl.sum(dl * l, 1) / (H * D))[:, None]
     g = _load(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
     _store(dq, d * r[:, None] + g, row, rows, H, D, ROWS, COLUMNS)

@@ -45,12 +45,12 @@ def norm_bwd_kernel(
     x, weight, dy, dtotal, mean, rstd, dx, xhat, dweight, dbias, dsum,
     stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows,
     C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr, NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DSUM: tl.constexpr,
+    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DSUM: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """dx (+ dtotal) of every program's share of the rows, and one row of partial sums of dweight, dbias and dx [programs, C] fp32.
 
-    NORMED: ``x`` holds x̂. Where ``xhat`` is given, x̂ is stored there. From the last row to the first: a product before this one leaves the
-    last rows of its result in the L2 cache.
+    ONCE: there is a program for every block. NORMED: ``x`` holds x̂. Where ``xhat`` is given, x̂ is stored there. From the last row to the
+    first: a product before this one leaves the last rows of its result in the L2 cache.
     """
     c = tl.arange(0, C_PAD)
     scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :] if WEIGHT else 1.0
@@ -58,7 +58,10 @@ def norm_bwd_kernel(
     dbias_sum = tl.zeros([C_PAD], tl.float32)
     dx_sum = tl.zeros([C_PAD], tl.float32)
     blocks = tl.cdiv(rows, ROWS)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    # a loop over one block is none to the compiler
+    turns = 1 if ONCE else tl.cdiv(blocks - tl.program_id(0), tl.num_programs(0))
+    for turn in range(turns):
+        block = tl.program_id(0) + turn * tl.num_programs(0)
         i = tl.cast(blocks - 1 - block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i < rows)[:, None] & (c < C)[None, :]
         r = tl.load(rstd + i, mask=i < rows, other=0.0)[:, None]

@@ -6,8 +6,8 @@ warpgroups, each with 64 keys of the tile, share tiles of 64 query rows.
 
 dQ is multiplied before dK, so that it leaves while dK is multiplied. The first key tile writes dQ, the following ones add theirs by TMA, in
 order, each time rounded to the dtype: for few tiles. dK and dV leave through the slots of K and V, of which the next tile has others.
-delta = rowsum(O ∘ dO) is in memory beforehand. With ADDS the first key tile adds too, to what dQ's memory has. Summing dQ in fp32 for
-longer keys was slower than the two kernels that compute two products more.
+delta = rowsum(O ∘ dO) is in memory beforehand. Summing dQ in fp32 for longer keys was slower than the two kernels that compute two products
+more.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _consumer(
     q_full, q_empty, k_full, done, ds_full,
     act_ids, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
-    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -111,7 +111,7 @@ def _consumer(
         lk = alive(lk)
         _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
         for part in range(key_parts(lk)):
-            adds = part + 1 if ADDS else part
+            adds = part
             if part > 0:
                 adds = finish_stores(part)
             slot = tile % 2
@@ -188,7 +188,7 @@ def hopper_bwd_kernel(
     q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
     batch, rows, k_rows, scale, ds_scale, dv_scale, stride_dq, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, FOLDED: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr, ADDS: gl.constexpr = False,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -218,7 +218,7 @@ def hopper_bwd_kernel(
                     (
                         dq_box, table, total, q_slots, do_slots, k_slots, v_slots, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, k_full, done, ds_full, act_ids, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES,
                     ),
                 ),
                 (
@@ -226,7 +226,7 @@ def hopper_bwd_kernel(
                     (
                         dq_box, table, total, q_slots, do_slots, k_slots, v_slots, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, k_full, done, ds_full, act_ids, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES,
                     ),
                 ),
                 (
@@ -256,7 +256,7 @@ def hopper_bwd_kernel(
                     (
                         dq_box, table, total, q_slots, do_slots, k_slots, v_slots, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, k_full, done, ds_full, act_ids, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES,
                     ),
                 ),
                 (
@@ -264,7 +264,7 @@ def hopper_bwd_kernel(
                     (
                         dq_box, table, total, q_slots, do_slots, k_slots, v_slots, ds_slots, staging, lse_slots, delta_slots,
                         q_full, q_empty, k_full, done, ds_full, act_ids, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, STAGES,
                     ),
                 ),
                 (

@@ -295,6 +295,8 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     from gem_kernels.triton.hopper.backward_fused import hopper_bwd_kernel
 
     p = x.plan
+    if few(p):
+        return _few(x, _addressable(dense_columns(dout)))
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
     dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
@@ -321,3 +323,27 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
 
     choose_and_run(x, "hopper.bwd", _both_sides, run)
     return dq, dk, dv
+
+
+def few(p: Plan) -> bool:
+    """Of what `fuses` offers, `gdpa` whose keys are one tile."""
+    return not p.softmax and p.group == 1 and p.k_bound <= _ROWS
+
+
+def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:
+    """dQ, dK and dV in one kernel. dQ is added to a given ``dq``, which may be ``dout`` itself."""
+    from gem_kernels.triton.hopper.backward_few import hopper_bwd_few_kernel
+
+    p = x.plan
+    own, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (dq is None, True, True))
+    to = own if dq is None else dq
+    tiles = x.sample_tiles(x.q_offsets)
+    constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW", "GROUP", "SOFTMAX")}
+    launch(
+        hopper_bwd_few_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(to, 64), _box(dk, 64), _box(dv, 64),
+        to, dk, dv, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+        x.batch, x.out_rows, x.k.shape[0], p.scale, _slope_scale(p), _value_scale(p), to.stride(0), dk.stride(0),
+        H=p.heads, STAGES=2, ADDS=dq is not None, **constants,
+    )  # fmt: skip
+    return to, dk, dv

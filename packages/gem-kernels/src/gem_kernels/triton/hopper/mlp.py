@@ -77,7 +77,7 @@ def _hidden(
     hidden, dhidden = (torch.empty((rows, size), dtype=x.dtype, device=x.device) for _ in range(2))
     slices = size // BLOCK_H
     walks = max(1, min(device_info(x.device).sms // slices, -(-rows // 128)))
-    sums = torch.empty((2 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
+    sums = torch.empty((8 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
     stages, buffers = plan(width, out)
     own = max(width, out) > 128  # the ring is short there
     ring_rows = 64 if own else 128

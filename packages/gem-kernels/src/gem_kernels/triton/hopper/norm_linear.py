@@ -13,7 +13,7 @@ from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.dense.norm_linear import fold
 from gem_kernels.triton.dense.support import power_of_two, rows_contiguous
 
-BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
+BLOCK_N, BLOCK_K, STAGES = 256, 32, 6
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,

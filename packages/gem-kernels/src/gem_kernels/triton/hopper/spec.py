@@ -172,13 +172,13 @@ def norm_gdpa_supports(problem: Problem) -> Supported:
 
 
 def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.dense.norm_gdpa import forward as run
+    from gem_kernels.triton.hopper.norm_gdpa import forward as run
 
     return run(problem, *tensors, gdpa=sys.modules[__name__])
 
 
 def _norm_gdpa_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.dense.norm_gdpa import backward as run
+    from gem_kernels.triton.hopper.norm_gdpa import backward as run
 
     return run(problem, saved, dout, needs, gdpa=sys.modules[__name__])
 

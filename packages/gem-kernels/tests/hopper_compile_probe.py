@@ -17,7 +17,10 @@ from gem_core.ops.contracts import GDPA
 from gem_kernels.bench import _dense_rows
 from gem_kernels.bench.attention_rows import ROWS, Data, small
 from gem_kernels.triton.attention.activations import IDS
+from gem_kernels.triton.attention.inputs import Inputs
+from gem_kernels.triton.attention.plan import plan
 from gem_kernels.triton.common.launch import Compiled, compile_only
+from gem_kernels.triton.hopper import launch
 from gem_kernels.triton.hopper.spec import specs
 
 INSTRUCTIONS = (
@@ -47,6 +50,15 @@ def every_activation() -> None:
     spec.backward(problem, tensors, data.dout, tuple(data.tensors[n] is not None for n in GDPA.differentiable))
 
 
+def few_keys() -> None:
+    """The backward kernel of `gdpa` with up to 128 keys, which is taken with others that are compiled already."""
+    data = Data(small(next(r for r in ROWS if r.name == "cross-1024x128-s0.5")), "cpu")
+    inputs = Inputs(plan(data.problem("gdpa")), tuple(data.tensors.values()))
+    assert launch.fuses(inputs.plan)
+    assert launch.few(inputs.plan)
+    launch._few(inputs, data.dout)
+
+
 def norm_linear() -> None:
     case = next(r for r in _dense_rows.ROWS if r.name == "norm_linear-rms").build("cpu")
     next(s for s in specs() if s.op == "norm_linear").forward(case.problem(), *case.tensors())
@@ -66,7 +78,7 @@ def told(job: str, built: Compiled) -> dict[str, object]:
 
 
 def main(jobs: list[str]) -> None:
-    named = {"norm_linear": norm_linear, "every_activation": every_activation}
+    named = {"norm_linear": norm_linear, "every_activation": every_activation, "few_keys": few_keys}
     for job in jobs:
         # The activations do not depend on the tiles: one candidate is enough for them.
         with compile_only("sm_90", every_candidate=job != "every_activation") as built:

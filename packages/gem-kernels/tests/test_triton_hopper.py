@@ -22,7 +22,7 @@ PROBE = Path(__file__).with_name("hopper_compile_probe.py")
 JOBS = (
     "self-1024-s0.5:gdpa:forward", "causal-1024-s0.5:jagged_attention:forward", "self-1024-s0.5:jagged_attention:backward",
     "window128-4096:gdpa:backward", "cross-1024x128-s0.5:jagged_attention:backward", "hstu-4099-d256:gdpa:backward", "every_activation",
-    "norm_linear",
+    "few_keys", "norm_linear",
 )  # fmt: skip
 PROBLEM = Problem(
     "gdpa", "cuda", 90, (("q", torch.bfloat16), ("k", torch.bfloat16), ("v", torch.bfloat16)),
@@ -47,7 +47,8 @@ def compiled() -> list[dict]:
 def test_instructions(compiled: list[dict]) -> None:
     """Warpgroup products that are not serialised, bulk tensor copies in and out, registers moved to the consumers, no atomics."""
     assert {k["kernel"] for k in compiled} == {
-        "hopper_fwd_kernel", "hopper_bwd_dq_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_kernel", "hopper_norm_linear_fwd_kernel",
+        "hopper_fwd_kernel", "hopper_bwd_dq_kernel", "hopper_bwd_dkdv_kernel", "hopper_bwd_kernel", "hopper_bwd_few_kernel",
+        "hopper_norm_linear_fwd_kernel",
     }  # fmt: skip
     for kernel in compiled:
         counts = kernel["counts"]
@@ -64,7 +65,7 @@ def test_instructions(compiled: list[dict]) -> None:
 @pytest.mark.slow
 def test_resources(compiled: list[dict]) -> None:
     """Everything fits on an SM; what is on the stack are values about a tile, of which the backward pass has most (no tiles)."""
-    limits = {"hopper_bwd_dkdv_kernel": 448, "hopper_bwd_kernel": 480, "hopper_bwd_dq_kernel": 48}
+    limits = {"hopper_bwd_dkdv_kernel": 448, "hopper_bwd_kernel": 480, "hopper_bwd_few_kernel": 300, "hopper_bwd_dq_kernel": 48}
     for kernel in compiled:
         assert kernel["shared"] <= 227 << 10, kernel
         wide = 256 if "d256" in kernel["job"] else 0
@@ -77,7 +78,7 @@ def test_lengths_of_every_tile_are_read(compiled: list[dict]) -> None:
     for kernel in compiled:
         if kernel["job"] not in ("norm_linear", "every_activation"):
             for first, following in kernel["table_reads"]:
-                assert first == following >= 3, kernel
+                assert first == following >= 2, kernel
 
 
 def test_supported() -> None:

@@ -268,3 +268,16 @@ def test_what_is_chosen_by_return_is_never_worse_than_a_uniform_budget() -> None
     assert any("x 1" in row["recomputed"] for row in between)
     assert all(row["peak GiB"] <= row["within"] + 1e-6 for row in found["chosen"])
     assert any(row["on the front"] for row in found["chosen"])
+
+
+def test_the_benchmark_leaves_what_a_recipe_put_in_the_place_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "TrainStep", lambda *_: SimpleNamespace(set_lr=lambda factor: None))
+    model, asked = tiny(), []
+    own = model.forward
+    model.forward = lambda batch: (asked.append(1), own(batch))[1]  # type: ignore[method-assign]
+    built = bench.Bench(SimpleNamespace(model=model, module=model), None, SimpleNamespace(device=torch.device("cpu")), [])  # type: ignore[arg-type]
+    for modules in (["layers.0.interaction"], []):
+        built.apply(modules)
+        model(random_batch(FEATURES, 4))
+        assert ("forward" in model.layers[0].interaction.__dict__) == bool(modules)
+    assert len(asked) == 2

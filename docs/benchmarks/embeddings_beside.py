@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,46 +53,37 @@ def engine_copy(source: torch.Tensor, target: torch.Tensor) -> None:
 Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
-@dataclass(frozen=True)
-class How:
-    """How the kernels of `few_sms` are launched."""
-
-    sms: int
-    bulk: bool = False
-    warps: int = 32
-    block: int = 16384
-
-    def __str__(self) -> str:
-        if self.bulk:
-            return f"{self.sms} SMs, bulk copies"
-        return f"{self.sms} SMs" + ("" if (self.warps, self.block) == (32, 16384) else f", {self.warps} warps, {self.block} a program")
-
-    def set(self) -> None:
-        few_sms.BULK, few_sms.WARPS, few_sms.BLOCK = self.bulk, self.warps, self.block
+def sums(sms: int) -> Work:
+    return lambda own, sent, out: few_sms.mean(own, sent, 1, own.numel(), out, sms)
 
 
-def sums(how: How) -> Work:
-    def work(own: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> None:
-        how.set()
-        few_sms.mean(own, sent, 1, own.numel(), out, how.sms)
-
-    return work
-
-
-def copies(how: How) -> Work:
-    def work(own: torch.Tensor, sent: torch.Tensor, _out: torch.Tensor) -> None:
-        how.set()
-        few_sms.copy(own.view(torch.uint8), sent.view(torch.uint8), how.sms)
-
-    return work
+def copies(sms: int) -> Work:
+    return lambda own, sent, _out: few_sms.copy(own.view(torch.uint8), sent.view(torch.uint8), sms)
 
 
 def rows() -> list[tuple[str, Work]]:
     found: list[tuple[str, Work]] = [("copy by a copy engine", lambda own, sent, out: engine_copy(own, sent))]
-    ways = [How(4), How(8), How(4, bulk=True), How(16), How(2, bulk=True), How(8, bulk=True), How(16, bulk=True)]
-    for how in [*ways, How(4, warps=16), How(4, warps=32, block=32768)]:
-        found += [(f"mean, {how}", sums(how)), (f"copy, {how}", copies(how))]
-    return [*found, ("copy, plain", lambda own, sent, out: sent.copy_(own)), ("mean, all SMs", sums(How(132)))]
+    for sms in (16, 8, 4, 2):
+        found += [(f"mean, {sms} SMs", sums(sms)), (f"copy, {sms} SMs", copies(sms))]
+    return [*found, ("copy, plain", lambda own, sent, out: sent.copy_(own)), ("mean, all SMs", sums(132))]
+
+
+class Clock:
+    """Of the GPU's SMs and its power, from the driver's management library."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libnvidia-ml.so.1")
+        self.library.nvmlInit_v2()
+        self.device = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        self.library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self.device))
+
+    def read(self) -> tuple[int, float]:
+        """MHz and watts."""
+        mhz, milliwatts = ctypes.c_uint(0), ctypes.c_uint(0)
+        self.library.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(mhz))
+        self.library.nvmlDeviceGetPowerUsage(self.device, ctypes.byref(milliwatts))
+        return mhz.value, milliwatts.value / 1e3
 
 
 class Beside:
@@ -103,6 +93,7 @@ class Beside:
         self.weights = [torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) * 0.01 for _ in range(LAYERS)]
         self.parts = [[torch.rand(PART, device=device) for _ in range(3)] for _ in range(6)]
         self.side = torch.cuda.Stream(priority=-1)
+        self.clock = Clock()
 
     def step(self, work: Work | None) -> tuple[Any, Any]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -118,11 +109,16 @@ class Beside:
         torch.cuda.current_stream().wait_stream(self.side)
         return begin, end
 
-    def products(self, work: Work | None, steps: int) -> float:
+    def products(self, work: Work | None, steps: int) -> dict[str, float]:
+        """Milliseconds of all products, and the median clock and power meanwhile."""
         self.step(work)
         marks = [self.step(work) for _ in range(steps)]
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in marks)
+        seen = [self.clock.read()]
+        while not marks[-1][1].query():
+            seen.append(self.clock.read())
+            time.sleep(2e-3)
+        mhz, watts = map(statistics.median, zip(*seen[len(seen) // 3 :]))
+        return {"ms": statistics.median(a.elapsed_time(b) for a, b in marks), "MHz": mhz, "W": watts}
 
     def alone(self, work: Work) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -171,7 +167,9 @@ def main() -> None:
             continue
         after = bench.products(None, args.steps)
         rate = (2 if name.startswith("copy") else 3) * 4 * PART * PIECES / alone * 1e-6
-        found.append({"work": name, "alone ms": alone, "GB/s": rate, "products ms": beside, "slower ms": beside - (before + after) / 2})
+        slower = beside["ms"] - (before["ms"] + after["ms"]) / 2
+        told = {"products ms": beside["ms"], "slower ms": slower, "MHz": beside["MHz"], "W": beside["W"]}
+        found.append({"work": name, "alone ms": alone, "GB/s": rate, **told, "MHz without": after["MHz"], "W without": after["W"]})
         print(f"{time.monotonic() - began:5.1f} s  {found[-1]}", flush=True)
         before = after
         where = {**environment(bench.x.device), "command": "python docs/benchmarks/embeddings_beside.py"}

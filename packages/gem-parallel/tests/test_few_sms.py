@@ -60,29 +60,3 @@ def test_copies(n):
     few_sms.copy(source, target[:n], sms=3)
     assert torch.equal(source, target[:n])
     assert not target[n:].any()
-
-
-@pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("n", [1, 31, 32, 8192, 40_000, 3_000_017])
-@pytest.mark.parametrize("sms", [1, 4])
-def test_by_bulk_copies(n, sms, monkeypatch):
-    """Bit for bit what the other kernels compute; nothing beyond the end is touched."""
-    from gem_parallel.collectives import bulk, few_sms
-
-    g = torch.Generator(DEVICE).manual_seed(n)
-    for peers in (1, 3):
-        stride = -(-n // 32) * 32 + 64
-        own, sent = torch.randn(n, generator=g, device=DEVICE), torch.randn(peers * stride, generator=g, device=DEVICE)
-        found = []
-        for by_bulk in (False, True):
-            monkeypatch.setattr(few_sms, "BULK", by_bulk)
-            out = torch.full((n + 64,), float("nan"), device=DEVICE)
-            few_sms.mean(own, sent, peers, stride, out[:n], sms)
-            assert out[n:].isnan().all()
-            found.append(out[:n])
-        assert torch.equal(*found)
-        assert bulk.mean(own, sent, peers, stride, out[:n], sms) == n // 32 * 32
-    target = torch.zeros(n + 64, device=DEVICE)
-    few_sms.copy(own.view(torch.uint8), target[:n].view(torch.uint8), sms)
-    assert torch.equal(own, target[:n])
-    assert not target[n:].any()

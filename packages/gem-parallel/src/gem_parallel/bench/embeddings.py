@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=["copy-engine", "8", "0"],
         help="beside the tower: a back end, or NCCL, with at most so many SMs (copy-engine:24; 8; 0: no limit); copy-engine:4:32: means "
-        "through 32 MiB; copy-engine:4::bulk",
+        "through 32 MiB",
     )
     p.add_argument("--orders", nargs="+", choices=["torchrec", "article"], default=["torchrec", "article"], help="beside the tower")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -397,35 +397,17 @@ def waits_marked(bench: Bench) -> Iterator[list[tuple[Any, Any]]]:
         Lane.wait = kept  # type: ignore[method-assign]
 
 
-def back_end(by: str) -> tuple[str, int | None, int, bool]:
-    """Of ``--by``: the back end, the most SMs that it may take, bytes that a member receives means into, and whether by bulk copies."""
-    name, sms, staging, bulk = [*by.split(":"), "", "", ""][:4]
+def back_end(by: str) -> tuple[str, int | None, int]:
+    """Of ``--by``: the back end, the most SMs that it may take, and bytes that a member receives means into."""
+    name, sms, staging = [*by.split(":"), "", ""][:3]
     name, sms = ("default", name) if name.isdigit() else (name, sms)
-    return name, int(sms or 0) or None, int(staging or 0) << 20 or STAGING, bulk == "bulk"
-
-
-def set_bulk(bench: Bench, wanted: bool) -> None:
-    """:raises RuntimeError: bulk copies compute something else than the other kernels."""
-    if not bench.cuda:
-        return
-    from gem_parallel.collectives import few_sms
-
-    own, sent = (torch.rand(3_000_004, device=bench.device) for _ in range(2))
-    found = []
-    for few_sms.BULK in dict.fromkeys((False, wanted)):
-        mean, copied = torch.empty_like(own), torch.empty_like(own)
-        few_sms.mean(own, sent, 1, own.numel(), mean, 4)
-        few_sms.copy(own.view(torch.uint8), copied.view(torch.uint8), 4)
-        found.append((mean, copied))
-    if not all(torch.equal(a, b) for pair in found for a, b in zip(found[0], pair)) or not torch.equal(found[0][1], own):
-        raise RuntimeError("bulk copies are wrong")
+    return name, int(sms or 0) or None, int(staging or 0) << 20 or STAGING
 
 
 def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]:
     a = bench.args
     bench.clean()
-    name, sms, staging, bulk = back_end(by)
-    set_bulk(bench, bulk)
+    name, sms, staging = back_end(by)
     options = {"schedule": schedule, "window": a.tables, "ctas": sms, "collective": name}
     pushed_mean.STAGING = staging
     module, ok = bench.gem(options), torch.ones((), dtype=torch.bool, device=bench.device)
@@ -469,7 +451,6 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     total = alone + gathers
     told = ("NCCL" if name == "default" else name) + (f", {sms} SMs" if sms else "")
     told += f", means through {staging >> 20} MiB" if staging != STAGING else ""
-    told += ", bulk copies" if bulk else ""
     row = {
         "schedule": schedule, "tower layers": layers, "by": told, "step ms": full, **partly, "waiting ms": waiting,
         "exchange alone ms": total, "hidden %": 100 * (1 - max(0.0, full - partly["without exchange ms"]) / total),

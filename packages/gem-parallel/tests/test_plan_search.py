@@ -161,6 +161,7 @@ def test_a_captured_step_averages_gradients_behind_its_backward_pass() -> None:
         averages = [estimate.trace.start[i] for i, op in enumerate(estimate.ops) if op.what == "gradient all-reduce"]
         assert len(averages) == 6
         assert (min(averages) >= backward) == captured
+    assert found[True].memory.points[0][1]["gradients"] == pytest.approx(8.0 * work.parameters)  # the graph's, and those that travel
     assert found[True].seconds > found[False].seconds
 
 

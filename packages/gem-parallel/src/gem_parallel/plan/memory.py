@@ -48,7 +48,8 @@ def dense_memory(workload: Workload, cluster: Cluster, dense: Dense, events: flo
     last = len(units) - 1
     always = sum(copies[i] for i in {0, last}) if spread > 1 else 0.0
     points: list[tuple[str, dict[str, float]]] = []
-    kept = sum(shard) if workload.captured else 0.0  # a graph's gradients stay where they are
+    # a graph's gradients stay where they are, and those that travel have a place of their own
+    kept = (1 + (dense.world > 1)) * sum(shard) if workload.captured else 0.0
 
     def add(name: str, activations: float, gathered: float, gradients: float) -> None:
         gradients = max(gradients, kept)

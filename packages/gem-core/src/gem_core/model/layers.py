@@ -144,8 +144,9 @@ def with_each(weight: Tensor, x: Tensor) -> Tensor:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a matrix product of x is computed in: x's own, or that of autocast, which leaves float64 alone."""
-    cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    device = x.device.type
+    cast = x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device)  # torch refuses the question for meta
+    return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
 class _WithEach(torch.autograd.Function):

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from plan_cases import cluster, workload
 
+from gem_core.config import config_from_dict, resolve
 from gem_core.errors import ConfigError
 from gem_parallel.plan.activations import Saved
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sparse, table_classes
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.explain import baselines, efficiency, neighbours
 from gem_parallel.plan.search import Estimate, Space, plan
+from gem_parallel.plan.settings import from_parallel
 from gem_parallel.plan.simulate import simulate
 from gem_parallel.plan.workload import Curve, PartWork, Table, Unit, Workload
 
@@ -147,6 +149,19 @@ def test_a_step_takes_no_less_than_its_launches() -> None:
     assert sum(bound.breakdown.values()) == pytest.approx(bound.seconds)
     assert bound.breakdown["launches"] == pytest.approx(bound.seconds - plain.seconds)
     assert at(100.0, 2000.0, captured=True).seconds == at(0.0, 0.0, captured=True).seconds < bound.seconds
+
+
+def test_layers_that_nobody_shares_cost_the_host_what_shared_ones_do() -> None:
+    """``hsdp`` with shard groups of one, a mesh that is only ever given."""
+    work = replace(workload(layers=4, tables=TABLES), captured=False)
+    place = cluster((2, 300, 1, 1))
+    slow = place.model_copy(update={"collectives": place.collectives.model_copy(update={"host_us": 1e6})})
+    config = config_from_dict({"parallel": {"dense": "hsdp", "replicate": 2, "sparse": "torchrec", "model": 2}})
+    resolved = resolve(config)
+    dense, choices = from_parallel(config, resolved.dense, resolved.sparse, work, 2)
+    space = Space.build(work, slow, 2)
+    assert space.estimate(dense, choices[0]).breakdown["launches"] == pytest.approx(3 * len(work.units), rel=0.01)
+    assert "launches" not in space.estimate(replace(dense, hooked=False), choices[0]).breakdown
 
 
 def test_a_captured_step_averages_gradients_behind_its_backward_pass() -> None:

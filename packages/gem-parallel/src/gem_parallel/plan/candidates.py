@@ -26,7 +26,8 @@ COLUMNS = 32
 @dataclass(frozen=True)
 class Dense:
     """``order`` names the axes from the innermost. ``reshard``: gathered layers are freed after forward and gathered again.
-    ``collective``: the back end of the gathers."""
+    ``collective``: the back end of the gathers. ``hooked``: layers are FSDP's although nobody shares their parameters, as under ``hsdp``
+    with shard groups of one: the host does for them what it does for shared ones."""
 
     replicate: int
     shard: int
@@ -34,6 +35,7 @@ class Dense:
     order: tuple[str, ...] = DENSE_ORDER
     reshard: bool = True
     collective: str = "default"
+    hooked: bool = False
 
     @property
     def world(self) -> int:
@@ -49,7 +51,7 @@ class Dense:
         """Name of the dense strategy in ``[parallel]``."""
         if self.world == 1:
             return "single"
-        return "ddp" if self.spread == 1 else "fsdp" if self.replicate == 1 else "hsdp"
+        return ("hsdp" if self.hooked else "ddp") if self.spread == 1 else "fsdp" if self.replicate == 1 else "hsdp"
 
     @property
     def runnable(self) -> bool:

@@ -100,9 +100,10 @@ class _Builder:
             price = Cost(price.latency, (price.loads[0] / (self.cluster.collectives.copy_engine or 1.0), *price.loads[1:]))
         return self._add(Op(name, what, stream, _known(after), cost=price, axes=axes, quiet=quiet))
 
-    def launches(self, operations: float) -> None:
-        """What the host starts: so many operations, and what it does around the collectives of sharded layers."""
-        sharded = sum(op.what in ("parameter gather", "gradient reduce-scatter") for op in self.ops)
+    def launches(self, operations: float, hooked: int) -> None:
+        """What the host starts: so many operations, and what it does around the collectives of sharded layers, and as often around those of
+        ``hooked`` layers that have none."""
+        sharded = 3 * hooked + sum(op.what in ("parameter gather", "gradient reduce-scatter") for op in self.ops)
         seconds = (operations * self.cluster.gpu.launch_us + sharded * self.cluster.collectives.host_us) * 1e-6
         if seconds:
             self._add(Op("launches", "launches", HOST, (), seconds))
@@ -147,7 +148,7 @@ def step(
     part.finish()
     build.compute("host", "host", cluster.gpu.overhead_ms * 1e-3)
     if not workload.captured:
-        build.launches(workload.launches)
+        build.launches(workload.launches, len(workload.units) if dense is not None and dense.hooked else 0)
     return build.ops
 
 

@@ -52,8 +52,9 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
         dense = Dense(world, 1, 1)
     elif p.dense in ("fsdp", "hsdp"):
         dense = Dense(
-            mesh.replicate, mesh.shard, mesh.expert, reshard=dense_options.reshard_after_forward, collective=dense_options.collective
-        )
+            mesh.replicate, mesh.shard, mesh.expert, reshard=dense_options.reshard_after_forward, collective=dense_options.collective,
+            hooked=mesh.shard * mesh.expert == 1,
+        )  # fmt: skip
     else:
         raise _unknown("dense", p.dense)
     classes = table_classes(workload.tables)

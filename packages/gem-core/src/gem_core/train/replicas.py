@@ -85,15 +85,17 @@ class SharedGradients:
         ranks = self.runtime.gather_objects(own)
         names = dict.fromkeys(name for order in ranks for name in order)
         parts: list[list[str]] = []
-        size, dtype = BUCKET, None
+        open_parts: dict[torch.dtype, tuple[list[str], int]] = {}  # weights' copies and other parameters come in turn
         for name in names:
             p = self.parameters[name]
-            if size >= BUCKET or p.dtype != dtype:
-                parts.append([])
-                size, dtype = 0, p.dtype
-            parts[-1].append(name)
-            size += p.numel() * p.element_size()
-        for part in parts:
+            part, size = open_parts.get(p.dtype, ([], BUCKET))
+            if size >= BUCKET:
+                part, size = [], 0
+                parts.append(part)
+            part.append(name)
+            open_parts[p.dtype] = part, size + p.numel() * p.element_size()
+        last = {name: i for i, name in enumerate(names)}
+        for part in sorted(parts, key=lambda part: last[part[-1]]):  # they are sent in this order
             bucket = _Bucket.of({name: self.parameters[name] for name in part}, self._side is not None)
             self._buckets.append(bucket)
             self._of |= dict.fromkeys(part, bucket)

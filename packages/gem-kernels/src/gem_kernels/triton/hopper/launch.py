@@ -85,7 +85,7 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 4}, *found]
         if p.k_bound <= 256 and p.mask == "full" and p.d <= 128:
-            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": 4}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 4, "PARTS": 4}]
+            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": 4, **more} for more in ({}, {"AHEAD": 1})]
         if p.d > 128:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 2, "AHEAD": 1}]
     elif p.d > 128:

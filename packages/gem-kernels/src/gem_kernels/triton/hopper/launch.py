@@ -112,16 +112,16 @@ def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
+    found = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 64, "STAGES": 3, "HELD": 2, "AHEAD": 2}]
+    found.append({"BLOCK_N": 128, "STAGES": 2, "HELD": 1})
     if p.d > 128:
         return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 1, "AHEAD": a} for a in (0, 1)]
-    found = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2, "AHEAD": a} for a in (2, 0)]
-    found.append({"BLOCK_N": 128, "STAGES": 2, "HELD": 1, "AHEAD": 0})
     # 128 keys, an activation's slope and a mask do not fit the registers.
     return found if p.softmax or p.mask == "full" else found[:2]
 
 
 def _key_side(*_: Any) -> list[Config]:
-    return [{"STAGES": 3, "HELD": 2, "AHEAD": a} for a in (1, 0)]
+    return [{"STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 1)]
 
 
 def _by_box(x: Inputs) -> None:
@@ -251,7 +251,7 @@ def _slope_sum(
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
         table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
-        H=p.heads, TRANSPOSED=transposed, **config, **_constants(x),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, **config}, **_constants(x),
     )  # fmt: skip
 
 

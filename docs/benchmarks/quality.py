@@ -295,8 +295,11 @@ def markdown(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "Mean over the seeds, and (lowest-highest). `explained` is (1 - NE) / (1 - Bayes NE).", ""]
     if result["auc_differences_95"]:
-        lines += ["| difference in AUC | mean | 95 % interval (paired over users) |", "|---|---|---|"]
-        lines += [f"| {k} | {m:+.4f} | {a:+.4f} to {b:+.4f} |" for k, (m, a, b) in result["auc_differences_95"].items()]
+        lines += ["| difference in AUC | mean | 95 % interval (paired over users) | by seed |", "|---|---|---|---|"]
+        for pair, (mean, low, high) in result["auc_differences_95"].items():
+            a, b = (result["test"][name]["auc"] for name in pair.split(" - ", 1))
+            each = ", ".join(f"{x - y:+.4f}" for x, y in zip(a, b)) if len(a) == len(b) else ""
+            lines.append(f"| {pair} | {mean:+.4f} | {low:+.4f} to {high:+.4f} | {each} |")
     if result["peers_auc"]:
         lines += ["", "| others on the same files | test AUC, one number a seed |", "|---|---|"]
         lines += [f"| {name} | {', '.join(f'{value:.4f}' for value in values)} |" for name, values in result["peers_auc"].items()]

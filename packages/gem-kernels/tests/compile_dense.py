@@ -20,11 +20,9 @@ from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import dispatch
 from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
-from gem_kernels.triton.attention import spec as attention
 from gem_kernels.triton.common.launch import Compiled, compile_only
 from gem_kernels.triton.hopper import linear_norm as hopper_linear_norm
 from gem_kernels.triton.hopper import mlp as hopper_mlp
-from gem_kernels.triton.hopper import norm_gdpa as hopper_norm_gdpa
 
 BF16 = torch.bfloat16
 SPECS = {spec.op: spec for family in (block, dense, jagged) for spec in family.specs()}
@@ -79,7 +77,6 @@ def main(arch: str, *labels: str) -> None:
             _compile_hopper_mlp(d, norm)
         for kind, affine in (("rms", False), ("layer", True)):
             _compile_hopper_rows(kind, affine)
-        _compile_hopper_norm_gdpa()
 
 
 def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
@@ -108,17 +105,6 @@ def _compile_hopper_rows(kind: str, affine: bool) -> None:
         problem = problem_of("linear_norm", **_leaves(named), **norm, kind=kind)
         hopper_linear_norm.forward(problem, *tensors)
     _tell(f"hopper rows {kind}", done)
-
-
-def _compile_hopper_norm_gdpa() -> None:
-    """The forward kernel; the backward one is the attention family's."""
-    offsets, few = lengths_to_offsets(torch.tensor([100, 28])), lengths_to_offsets(torch.tensor([128, 128]))
-    q, keys = _t(128, 4, 128), _t(256, 4, 128)
-    named = {"q": q, "k": keys, "v": keys, "q_offsets": offsets, "k_offsets": few}
-    with compile_only("sm_90") as done:
-        problem = problem_of("norm_gdpa", **_leaves(named), activation="fast_gelu", max_q_len=1024, max_k_len=128)
-        hopper_norm_gdpa.forward(problem, *(t.detach() for t in named.values()), gdpa=attention)
-    _tell("hopper norm_gdpa", done)
 
 
 def _tell(label: str, done: list[Compiled]) -> None:

@@ -346,7 +346,7 @@ def test_hopper_mlp(
 def test_hopper_norm_gdpa(
     lengths: tuple[int, ...], keys: tuple[int, ...], heads: int, d: int, activation: str | tuple[str, ...], dtype: torch.dtype
 ) -> None:
-    """One kernel forward and dQ added to dO backward, where that fits: as the portable passes up to rounding. Slack rows are NaN."""
+    """Passes around the Hopper `gdpa`, dQ added to dO where that fits: as the portable ones up to rounding. Slack rows are NaN."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("written for sm_90")
     n, slack = sum(lengths), 9

@@ -172,7 +172,7 @@ def norm_gdpa_supports(problem: Problem) -> Supported:
 
 
 def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.hopper.norm_gdpa import forward as run
+    from gem_kernels.triton.dense.norm_gdpa import forward as run
 
     return run(problem, *tensors, gdpa=sys.modules[__name__])
 

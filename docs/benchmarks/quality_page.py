@@ -117,8 +117,12 @@ def _labelled(found: Mapping[str, Any], runs: Runs) -> list[str]:
     names = {"auc": "AUC", "ne": "NE", "explained": "explained, (1 - NE) / (1 - best NE)"}
     lines = _table(["model", *(names[k] for k in keys)], rows)
     if found["auc_differences_95"]:
-        told = [[k, f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}"] for k, (mean, low, high) in found["auc_differences_95"].items()]
-        lines += ["", *_table(["difference in AUC", "mean", "95 % interval, paired over users"], told)]
+        told = []
+        for pair, (mean, low, high) in found["auc_differences_95"].items():
+            a, b = (found["test"][name]["auc"] for name in pair.split(" - ", 1))
+            each = ", ".join(f"{x - y:+.4f}" for x, y in zip(a, b)) if len(a) == len(b) else ""
+            told.append([pair, f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", each])
+        lines += ["", *_table(["difference in AUC", "mean", "95 % interval, paired over users", "by seed"], told)]
     return [*lines, "", f"Test split; seeds {', '.join(map(str, found['seeds']))}; run {place}."]
 
 

@@ -17,6 +17,7 @@ from gem_core.cli import main
 from gem_core.config import config_from_dict, load_config, resolve, source_features
 from gem_core.errors import ConfigError
 from gem_core.model import presets
+from gem_core.model.casts import WeightCasts
 from gem_core.model.config import GemConfig
 from gem_core.model.gem import Gem
 from gem_core.model.loss import task_loss
@@ -281,3 +282,36 @@ def test_the_benchmark_leaves_what_a_recipe_put_in_the_place_of_forward(monkeypa
         model(random_batch(FEATURES, 4))
         assert ("forward" in model.layers[0].interaction.__dict__) == bool(modules)
     assert len(asked) == 2
+
+
+class Rounded(torch.nn.Module):
+    """Reads its weight in whatever dtype it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.float()).sin()
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_weights_that_were_cast_are_cast_when_made_again(kept: int) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Rounded(), Rounded()), torch.randn(4, 8)
+    model.train()
+    casts = WeightCasts(lambda: [(part, "weight") for part in model], torch.bfloat16)
+    copies = [k.copy for k in casts.keep(kept)]
+    found = []
+    for patterns in ((), ("0", "1")):
+        if patterns:
+            recompute(model, patterns)
+        with casts.swapped():
+            loss = model(x).square().sum()
+        loss.backward()
+        read = copies or list(model.parameters())
+        found.append([p.grad.clone() for p in read])
+        for p in (*read, *model.parameters()):
+            p.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(isinstance(part.weight, torch.nn.Parameter) for part in model)

@@ -7,12 +7,13 @@ time. Uses ``torch.utils.checkpoint`` without re-entrance: gradients are the sam
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gem_core.config import FrozenConfig
@@ -56,9 +57,29 @@ def _wrap(module: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return inner(*args, **kwargs)
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        swapped: list[tuple[nn.Module, str, Tensor]] = [
+            (m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None and type(p) is Tensor
+        ]
+        return checkpoint(_with(swapped, inner) if swapped else inner, *args, use_reentrant=False, **kwargs)
 
     module.forward = forward
+
+
+def _with(swapped: Sequence[tuple[nn.Module, str, Tensor]], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner`` with what is in the place of parameters now, as a recipe that casts weights puts there: by the backward pass the parameters
+    themselves are back, and rounding is another."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = [m._parameters[name] for m, name, _ in swapped]
+        try:
+            for m, name, value in swapped:
+                m._parameters[name] = value  # type: ignore[assignment]
+            return inner(*args, **kwargs)
+        finally:
+            for (m, name, _), parameter in zip(swapped, own):
+                m._parameters[name] = parameter
+
+    return forward
 
 
 class Recompute(Callback):

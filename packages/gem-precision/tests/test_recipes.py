@@ -22,7 +22,7 @@ from gem_core.train.runtime import runtime
 from gem_precision.codecs import specs as codec_specs
 from gem_precision.guard import GuardConfig
 from gem_precision.linear import GroupedLinear, LowPrecisionLinear
-from gem_precision.recipe import RECIPES, RecipeConfig, specs
+from gem_precision.recipe import RECIPES, RecipeConfig, choices, specs
 from gem_precision.saved import SavedActivations
 
 SPECS = {s.name: s for s in specs()}
@@ -272,3 +272,21 @@ def test_a_recipe_adds_no_graph_break(recipe):
             batch = next(iter(build_source(resolved, "train", rt)))
             counts.append(torch._dynamo.explain(parts.model)(batch).graph_count)
     assert counts[0] == counts[1]
+
+
+def test_linears_of_one_row_a_sample_stay_in_bf16(monkeypatch):
+    """Where FP8 is real: they are left as they are, so that what is fused for plain linears takes them. An override, allow_slow or
+    min_rows = 0 quantise them; emulated recipes, which are there for their numbers, do too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    expert = nn.ModuleDict({"interaction": nn.ModuleDict({"up": nn.Linear(2048, 4096)}), "qkv": nn.Linear(2048, 4096)})
+    net = nn.ModuleDict({"layer": expert, "heads": nn.Linear(64, 1)})
+
+    def chosen(recipe: str, **options) -> dict[str, str]:
+        rows = choices(net, RECIPES[recipe], RecipeConfig(**options), torch.device("cuda"))
+        return {c.module: c.precision for c in rows}
+
+    name = "layer.interaction.up"
+    assert chosen("fp8-block") == {name: "bf16", "layer.qkv": "fp8-block", "heads": "fp32"}
+    for options in ({"allow_slow": True}, {"min_rows": 0}, {"overrides": {name: "fp8-block"}}, {"per_sample": ()}):
+        assert chosen("fp8-block", **options)[name] == "fp8-block"
+    assert chosen("mxfp8")[name] == "mxfp8"

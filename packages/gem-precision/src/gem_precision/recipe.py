@@ -80,6 +80,10 @@ class RecipeConfig(FrozenConfig):
     min_rows: int = Field(
         8192, ge=0, description="FP8 linears compute calls of fewer rows in bf16: quantising the weights does not pay (unless allow_slow)"
     )
+    per_sample: tuple[str, ...] = Field(
+        ("*.interaction.*",),
+        description="FP8 leaves linears in bf16 that have one row a sample: patterns of module names (unless allow_slow)",
+    )
     guard: GuardConfig = GuardConfig()
 
 
@@ -123,6 +127,8 @@ def choices(module: nn.Module, recipe: Recipe, config: RecipeConfig, device: tor
             found.append(Choice(name, "bf16", why))
         elif isinstance(part, GroupedLinear) and policy.fprop.a is not None and policy.fprop.a.format != "mx":
             found.append(Choice(name, "bf16", "grouped linears take MX or bf16"))
+        elif not forced and not config.allow_slow and not _is_emulated(policy, device) and _has_few_rows(name, config):
+            found.append(Choice(name, "bf16", "slower: one row a sample does not pay for quantised weights"))
         elif not config.allow_slow and not (answer := pays(policy, k, n, device)):
             found.append(Choice(name, "bf16", f"slower: {answer.reason}"))
         else:
@@ -219,6 +225,10 @@ def _policy(recipe: Recipe, config: RecipeConfig) -> LinearPolicy | None:
         dgrad=edited(policy.dgrad, a=True, rht=False),
         wgrad=edited(policy.wgrad, a=True, rht=config.hadamard is not None),
     )
+
+
+def _has_few_rows(name: str, config: RecipeConfig) -> bool:
+    return config.min_rows > 0 and any(fnmatchcase(name, pattern) for pattern in config.per_sample)
 
 
 def _linear_name(recipe: Recipe) -> str:

@@ -31,7 +31,12 @@ LABELLED = {
     "ctr": "MovieLens-1M: will the user rate the film 4 or more?",
     "planted": "The quick start's log, whose truth is known",
 }
-PRECISION = {"popneg": "ml-1m-popneg, test split", "planted": "planted log", "ctr": "ml-1m-ctr, test split"}
+PRECISION = {
+    "popneg": "ml-1m-popneg, gem, test split",
+    "popneg-din": "ml-1m-popneg, DIN, test split",
+    "planted": "planted log",
+    "ctr": "ml-1m-ctr, test split",
+}
 
 
 INTRODUCTION = (

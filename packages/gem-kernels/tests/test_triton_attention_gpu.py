@@ -302,9 +302,10 @@ def test_hopper_folded_scales(activation: str, longest: int, scale_in: float, sc
         assert error < 5e-3, f"{name}: {error:.2e}"
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("longest", [100, 250])
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_hopper_few_keys(op: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_few_keys(op: str, longest: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few keys, backward in one kernel and forward with keys held over several query tiles: samples without keys, without queries, with one
     and with two key tiles."""
     needs_hopper(128)
@@ -318,7 +319,7 @@ def test_hopper_few_keys(op: str, longest: int, monkeypatch: pytest.MonkeyPatch)
     qo, ko = lengths_to_offsets(q_lengths).to(DEVICE), lengths_to_offsets(k_lengths).to(DEVICE)
     leaves = [
         packed(n, h, 128, torch.bfloat16, s).requires_grad_()
-        for s, (n, h) in enumerate([(q_lengths, 4), (k_lengths, 2), (k_lengths, 2)])
+        for s, (n, h) in enumerate([(q_lengths, 4), (k_lengths, kv_heads), (k_lengths, kv_heads)])
     ]  # fmt: skip
     do = packed(q_lengths, 4, 128, torch.bfloat16, 4)
     results = []

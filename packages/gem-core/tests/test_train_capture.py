@@ -201,7 +201,7 @@ def test_a_recording_serves_while_the_step_keeps_its_name(monkeypatch):
     class Graph:
         replay = staticmethod(lambda: done.append("replayed"))
 
-    monkeypatch.setattr(train_captured, "recorded", lambda compute, pool: (done.append("recorded"), (Graph(), torch.zeros(1)))[1])
+    monkeypatch.setattr(train_captured, "recorded", lambda compute, pool, **_: (done.append("recorded"), (Graph(), torch.zeros(1)))[1])
     seen = []
     for _ in range(10):
         room = captured.enter(Batch(size=2, dense=torch.zeros(2, 1)), [1.0, 1.0, 0.0])
@@ -211,6 +211,35 @@ def test_a_recording_serves_while_the_step_keeps_its_name(monkeypatch):
     new = ["computed", "recorded replayed", "replayed"]
     assert [what for what, _ in seen] == [*new, "computed", "replayed", *new, "computed", "replayed"]
     assert [news for _, news in seen] == [1, 2, 2, 2, 2, 3, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_room_is_recorded_at_once_where_memory_is_short(short, monkeypatch):
+    """A step computed as usual would need memory beside that of the graphs; the first step of all, and of a new name, has it."""
+    done, names = [], iter("aaaaabb")
+    captured = Captured(Features(), torch.device("cpu"), lambda: next(names))
+    captured._pool = "a pool"
+    monkeypatch.setattr(captured, "_short_of_memory", lambda: short)
+
+    class Graph:
+        replay = staticmethod(lambda: None)
+
+    def record(compute, pool, *, loads):
+        done.append("recorded at once" if loads else "recorded")
+        return Graph(), torch.zeros(1)
+
+    monkeypatch.setattr(train_captured, "recorded", record)
+    seen = []
+    for size in (1, 1, 2, 2, 0, 1, 2):
+        room = captured.enter(Batch(size=size, dense=torch.zeros(size, 1)), [1.0, 1.0, 0.0])
+        room.part("step", lambda: done.append("computed"))
+        seen.append(" ".join(done))
+        done.clear()
+    first = ["computed", "recorded"]
+    if short:
+        assert seen == [*first, "recorded at once", "", "computed", "computed", "recorded at once"]
+    else:
+        assert seen == [*first, *first, "computed", "computed", "computed"]
 
 
 def test_several_values_an_event_are_refused():
@@ -247,11 +276,14 @@ def test_runs_that_cannot_be_captured_are_refused(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("short", [False, True], ids=["computed", "at_once"])
 @pytest.mark.parametrize(("name", "retrieval", "tables"), STEPS)
-def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
+def test_replayed_steps_are_the_steps(name, retrieval, tables, short, monkeypatch):
     """Thirty steps, batches of two sizes, a learning rate that changes: outcomes and parameters agree with
-    those of steps computed as usual on the same fixed batches, dropout and negatives drawn from the same random numbers."""
+    those of steps computed as usual on the same fixed batches, dropout and negatives drawn from the same random numbers. With memory that
+    is short, too, where all but the first room are recorded at once."""
     device = torch.device("cuda")
+    monkeypatch.setattr(Captured, "_short_of_memory", lambda _self: short)
     model = (RETRIEVAL if retrieval else RANKING)[name] | {"embedding_dropout": 0.2}
     train = {"steps": 30, "capture": True, "tables": {"kind": tables}, "clip_norm": 1.0}
     config = config_from_dict({"features": features(retrieval), "model": {"name": name, **model}, "train": train})
@@ -273,8 +305,8 @@ def test_replayed_steps_are_the_steps(name, retrieval, tables, monkeypatch):
         assert step._captured is not None
         graphs = [r.graphs for r in step._captured._recorded]
         assert len(graphs) <= 8
-        # a room that one batch alone went into has no recording
-        assert sum(bool(g) for g in graphs) >= 2 if recorded else not any(graphs)
+        # a room that one batch alone went into has no recording, unless it was made at once
+        assert sum(bool(g) for g in graphs) >= (len(graphs) if short else 2) if recorded else not any(graphs)
         after = {n: p.detach().cpu() for n, p in parts.model.named_parameters()}
         assert sum(not torch.equal(after[n], before[n]) for n in before) > 0.9 * len(before)
         return torch.stack(outcomes).cpu(), after

@@ -5,6 +5,9 @@ have room for more events and ids than it holds (`Room`); what is beyond is slac
 step is computed as usual, which also compiles and allocates what it needs, the second is recorded, and from then on it is replayed.
 Learning rates, the sample total and the random state are read from the device, so that a replayed step computes what the step would.
 
+All graphs share one pool of memory, which holds what the largest of them needs. A step computed as usual needs as much beside it. Where
+that is not there, a room's first step is recorded at once: what it calls was compiled for rooms before, or is while it is recorded.
+
 With the core's own tables in one process the whole step is one graph. Other tables exchange ids, wait for sizes or call collectives, which
 graphs do not hold: then the step is cut where they are read. What they give goes into fixed tensors too (`FixedRows`), graphs hold the
 dense part, and the tables get the gradients of those tensors, slack left out.
@@ -267,6 +270,8 @@ class Captured:
         """Rooms so far whose place another one took."""
         self._entered = 0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._computed: set[Hashable] = set()
+        """Names that a step was computed under as usual."""
 
     def enter(self, batch: Batch, totals: list[float]) -> Recorded:
         """A room that holds ``batch`` and the host's three totals from now on."""
@@ -278,15 +283,25 @@ class Captured:
         found.fixed.fill(batch)
         for place, value in zip(found.totals, totals):
             place.fill_(value)
-        if found.ran and not found.records and state is not None and self._pool is not None and batch.size:
+        recordable = not found.records and state is not None and self._pool is not None and batch.size > 0
+        if recordable and (found.ran or (state in self._computed and self._short_of_memory())):
+            found.loads = not found.ran
             self._record(found)
         found.replays = found.records and state is not None
+        if batch.size and not found.replays:
+            self._computed.add(state)
         self.news += not found.ran or (found.replays and not found.graphs)
         found.ran = True
         return found
 
     def _record(self, found: Recorded) -> None:
         found.records = True
+
+    def _short_of_memory(self) -> bool:
+        """Whether a step as usual may not find the memory that it needs: as much as graphs hold."""
+        torch.cuda.empty_cache()
+        held = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))
+        return torch.cuda.mem_get_info(self.device)[0] < held
 
     def _of(self, batch: Batch) -> Recorded:
         need = Room.of(batch)
@@ -328,6 +343,8 @@ class Recorded:
     records: bool = False
     replays: bool = False
     """Whether the parts of the current step are replayed, those not recorded yet after they were."""
+    loads: bool = False
+    """Whether what is recorded may be compiled meanwhile, since no step was computed in this room."""
     rows: FixedRows | None = None
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
 
@@ -336,7 +353,7 @@ class Recorded:
         if not self.replays:
             return compute()
         if name not in self.graphs:
-            self.graphs[name] = recorded(compute, self.pool)
+            self.graphs[name] = recorded(compute, self.pool, loads=self.loads)
         graph, result = self.graphs[name]
         graph.replay()
         return result  # type: ignore[no-any-return]
@@ -354,15 +371,15 @@ class Recorded:
         self.graphs.clear()
 
 
-def recorded(compute: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """``compute`` as a graph, and its result, which the graph's replays fill.
+def recorded(compute: Callable[[], T], pool: Any, *, loads: bool = False) -> tuple[torch.cuda.CUDAGraph, T]:
+    """``compute`` as a graph, and its result, which the graph's replays fill. ``loads``: kernels may be compiled and loaded in it.
 
     :raises RunError: something in it cannot be recorded. The process can go on computing, and record into another pool.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        # other threads read data and pin memory meanwhile
-        with recording(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # other threads read data and pin memory meanwhile, and loading a kernel allocates memory behind the recording
+        with recording(), torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed" if loads else "thread_local"):
             result = compute()
     except RuntimeError as error:
         _leave_recording(stream, pool)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from gem_core import ops
-from gem_core.ops import siblings
+from gem_core.hookspecs import KernelSpec
+from gem_core.model.rows import Rows
+from gem_core.model.sequence import SelfAttention
+from gem_core.ops import dispatch, siblings
 
 OFFSETS = torch.tensor([0, 3, 3, 8])
 
@@ -81,3 +87,46 @@ def test_compiles() -> None:
     step(plain).sum().backward()
     torch.compile(step, fullgraph=True, backend="aot_eager")(compiled).sum().backward()
     torch.testing.assert_close(compiled.grad, plain.grad)
+
+
+def test_two_dimensions() -> None:
+    x = _qkv().flatten(1).requires_grad_()
+    y = _qkv().requires_grad_()
+    for given, parts in ((x, siblings.unbind(x, 3, 2, 4)), (y, siblings.unbind(y))):
+        ops.jagged_attention(*parts, OFFSETS).square().sum().backward()
+        assert given.grad.shape == given.shape
+    assert torch.equal(x.grad, y.grad.flatten(1))
+
+
+def _noting(op: str, seen: list[Tensor | None]) -> KernelSpec:
+    """The reference of ``op``: of attention with column sums left beside its gradients, of `norm_linear` with a look for them."""
+    reference = next(s for s in dispatch.kernel_specs(op) if s.name == "reference")
+
+    def backward(problem, saved, dout, needs):
+        grads = reference.backward(problem, saved, dout, needs)
+        if op == "norm_linear":
+            seen.append(siblings.sums_of(dout[0]))
+            return grads
+        joined = torch.stack(grads[:3], 1)
+        parts = joined.unbind(1)
+        siblings.leave_sums(parts, joined.flatten(1).sum(0, dtype=torch.float32))
+        return (*parts, *grads[3:])
+
+    return replace(reference, name="noting", backward=backward, priority=1000)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_column_sums_reach_the_projection(written: bool) -> None:
+    """From attention's backward to that of the linear layer before it, unless the gradient was changed on the way."""
+    torch.manual_seed(0)
+    module, s = SelfAttention(8, 2, 4), torch.randn(8, 8, requires_grad=True)
+    if written:
+        module.qkv.register_forward_hook(lambda _m, _x, y: y[0].register_hook(lambda g: g.mul_(2)) and None)
+    seen: list[Tensor | None] = []
+    with dispatch.offering(_noting("jagged_attention", seen), _noting("norm_linear", seen)):
+        module(s, Rows(OFFSETS, 8, 5)).square().sum().backward()
+    (sums,) = seen
+    if written:
+        assert sums is None
+    else:
+        torch.testing.assert_close(sums, module.qkv.linear.bias.grad)

@@ -56,7 +56,7 @@ class SeedPooling(nn.Module):
         """Also s, for what reads the rows after this (see `gem_core.ops.norm_linear`, ``through``)."""
         b = rows.batch_size
         kv, s = self.kv(s, through=True)
-        k, v = siblings.unbind(kv.view(-1, 2, self.heads, self.head_dim))
+        k, v = siblings.unbind(kv, 2, self.heads, self.head_dim)
         pooled = []
         if self.seeds is not None:
             q = self.seeds.to(k.dtype)

@@ -61,8 +61,8 @@ class Pffn(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, s: Tensor, x: Tensor, rows: Rows) -> Tensor:
-        kv = self.kv(x if self.mix is None else self.mix(x)).view(-1, 2, self.heads, self.head_dim)
-        k, v = siblings.unbind(kv)
+        kv = self.kv((x if self.mix is None else self.mix(x)).flatten(0, -2))
+        k, v = siblings.unbind(kv, 2, self.heads, self.head_dim)
         k_offsets = rows.uniform(self.keys)
         shape = (-1, self.heads, self.head_dim)
         options = {"activation": self.config.activation, "scale_in": self.scale_in, "scale_out": self.scale_out}
@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, s: Tensor, rows: Rows, rotary: Rotary | None = None) -> Tensor:
         qkv, s = self.qkv(s, through=True)
-        q, k, v = siblings.unbind(qkv.view(-1, 3, self.heads, self.head_dim))
+        q, k, v = siblings.unbind(qkv, 3, self.heads, self.head_dim)
         if self.qk_norm:
             q, k = ops.norm(q), ops.norm(k)
         if self.kind == "block":

@@ -89,9 +89,9 @@ def norm_linear(
     spec = finish(op, tensors, [("kind", kind), ("eps", float(eps))], backend)
     if through and x is given and torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
         y, passed = _Through.apply(*tensors[:-1], spec)
-        return y.view(*x.shape[:-1], w.shape[0]), passed.view(x.shape)
+        return _shaped(y, x), _shaped(passed, x)
     y, total, _, _ = torch.ops.gem.norm_linear.default(*tensors, spec)
-    y = y.view(*x.shape[:-1], w.shape[0])
+    y = _shaped(y, x)
     if through:
         return y, given
     return y if residual is None else (y, total.view(x.shape))
@@ -150,6 +150,12 @@ def linear_norm(
 def rows_of(x: Tensor | None) -> Tensor | None:
     """``[M, C]``, a view wherever possible."""
     return x if x is None or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """Rows ``y [M, C]`` as ``[..., C]``, as the rows of x are: y itself where they are plain rows, so that its gradient is the tensor that
+    came (see `gem_core.ops.siblings`)."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def check_kind(op: str, kind: object) -> None:

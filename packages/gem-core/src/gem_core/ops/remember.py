@@ -65,3 +65,18 @@ def remembered(tensors: Sequence[Tensor | None], key: Hashable, build: Callable[
         results.clear()
     results[stamp] = (tuple(weakref.ref(t) for t in given[1:]), result)
     return result
+
+
+def note(t: Tensor, key: Hashable, value: Any) -> None:
+    """Keep ``value``, which must not hold on to ``t``, under ``key`` for whoever meets the same tensor later (`noted`)."""
+    remembered([t], key, lambda: value)
+
+
+def noted(t: Tensor, key: Hashable) -> Any:
+    """What was kept with ``t`` under ``key``; None without it, or where ``t`` was written since."""
+    stream = _stream_of_graph(t)
+    kept = _kept if stream is None else _in_graph
+    if kept is None or t.is_inference():
+        return None
+    hit = kept.get(t, {}).get((key, stream, (t._version,)))
+    return None if hit is None else hit[1]

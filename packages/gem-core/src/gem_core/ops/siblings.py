@@ -3,6 +3,9 @@
 ``q, k, v = unbind(x)`` of ``x [N, 3, H, D]`` are views; the gradient of x is their gradients stacked. Ops whose differentiable tensors are
 such siblings leave the gradients of these as slices of one tensor too (`empty_grads`), and the backward of `unbind` finds them to be the
 parts of what it has to return. Gradients that lie elsewhere are stacked.
+
+What computes such gradients may also leave the sums of their columns (`leave_sums`): these are the gradient of the projection's bias, for
+which its backward pass would read all of them once more (`sums_of`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gem_core.ops import remember
+
+_SUMS = "column sums"
 
 
 def groups(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[range]:
@@ -72,22 +79,42 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((n, count, h, d), (count * h * d, h * d, d, 1), first.storage_offset())
 
 
+def leave_sums(parts: Sequence[Tensor], sums: Tensor) -> None:
+    """Note with gradients ``parts``, the slices of one tensor ``[N, count, H, D]``, the sums ``[count · H · D]`` fp32 of its columns."""
+    remember.note(parts[0], _SUMS, sums)
+
+
+def sums_of(x: Tensor) -> Tensor | None:
+    """Column sums ``[C]`` fp32 of ``x [N, C]`` where they came with it, unwritten since."""
+    found: Tensor | None = remember.noted(x, _SUMS)
+    return found
+
+
 class _Unbind(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.given = x.shape
+        x = x.view(-1, *shape)
         ctx.like = x.shape[0], *x.shape[2:]
         return x.unbind(1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         some = next(g for g in grads if g is not None)
         parts = [some.new_zeros(ctx.like) if g is None else g for g in grads]
         joined = _joined(parts)
-        return torch.stack(parts, 1) if joined is None else joined
+        if joined is None:
+            return torch.stack(parts, 1).view(ctx.given), None
+        joined = joined.view(ctx.given)
+        if (sums := remember.noted(parts[0], _SUMS)) is not None:
+            remember.note(joined, _SUMS, sums)
+        return joined, None
 
 
-def unbind(x: Tensor) -> tuple[Tensor, ...]:
-    """``x.unbind(1)`` of ``x [N, count, H, D]``, whose backward pass copies nothing where the gradients are siblings."""
+def unbind(x: Tensor, *shape: int) -> tuple[Tensor, ...]:
+    """``x.unbind(1)`` of ``x [N, count, H, D]``, whose backward pass copies nothing where the gradients are siblings. Of ``x [N, C]``
+    with (count, H, D) as ``shape``: the gradient of x then is the very tensor that column sums may be known of (`sums_of`)."""
+    shape = shape or tuple(x.shape[1:])
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return x.unbind(1)
-    return _Unbind.apply(x)
+        return x.view(-1, *shape).unbind(1)
+    return _Unbind.apply(x, shape)  # type: ignore[no-any-return]

@@ -48,6 +48,12 @@ def test_padding_is_waste_and_adds_no_flops():
     assert flops[0] == pytest.approx(flops[1], rel=0.02)
 
 
+def test_a_batch_is_cut_into_micro_batches_of_at_most_so_many_samples():
+    assert ladder.Row("whole").cut(512) == (512, 1)
+    assert ladder.Row("cut", at_once=32).cut(512) == (32, 16)
+    assert ladder.Row("cut", at_once=128).cut(200) == (100, 2)
+
+
 def test_rows_are_written_one_by_one_and_a_failing_one_tells_why(tmp_path, monkeypatch):
     rows = (ladder.Row("good"), ladder.Row("bad", ("model.sequence.heads=3",)), ladder.Row("late"))
     spec = LadderSpec("test", lambda config, devices: rows, lambda config, gpus, cluster: {"step_ms": 50.0, "memory_bytes": 2.0**30})

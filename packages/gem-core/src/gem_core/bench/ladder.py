@@ -24,12 +24,17 @@ from gem_core.plugins import manager
 
 @dataclass(frozen=True)
 class Row:
-    """``overrides`` (KEY=VALUE) on top of the configuration; ``micro`` cuts the batch into that many micro-batches, for memory."""
+    """``overrides`` (KEY=VALUE) on top of the configuration; ``at_once``: the most samples of a micro-batch, for memory; 0: all of them."""
 
     name: str
     overrides: tuple[str, ...] = ()
-    micro: int = 1
+    at_once: int = 0
     gpus: int = 1
+
+    def cut(self, batch: int) -> tuple[int, int]:
+        """Samples of a micro-batch and how many of them make a batch of ``batch``."""
+        count = -(-batch // self.at_once) if self.at_once else 1
+        return batch // count, count
 
 
 _TORCH = ("kernels.ops.norm=compiled", "kernels.ops.norm_linear=compiled", "kernels.ops.mlp=compiled")
@@ -41,10 +46,10 @@ _COMPILED, _CAPTURED, _FUSED = "train.compile=true", "train.capture=true", "para
 _ROWS = "parallel.fbgemm.output=bf16"
 
 EFFICIENCY = (
-    Row("padded, eager", (_PADDED, "kernels.default=eager", _FUSED), micro=16),
-    Row("+ length-bucketed", (_PADDED, _BUCKETED, "kernels.default=eager", _FUSED), micro=4),
-    Row("+ compile, SDPA", (_PADDED, _BUCKETED, "kernels.ops.jagged_attention=sdpa", _MATMUL, *_TORCH, _COMPILED, _FUSED), micro=4),
-    Row("jagged, eager", ("kernels.default=eager", _FUSED), micro=4),
+    Row("padded, eager", (_PADDED, "kernels.default=eager", _FUSED), at_once=32),
+    Row("+ length-bucketed", (_PADDED, _BUCKETED, "kernels.default=eager", _FUSED), at_once=128),
+    Row("+ compile, SDPA", (_PADDED, _BUCKETED, "kernels.ops.jagged_attention=sdpa", _MATMUL, *_TORCH, _COMPILED, _FUSED), at_once=128),
+    Row("jagged, eager", ("kernels.default=eager", _FUSED), at_once=128),
     Row("jagged, varlen_attn + compile", (_BUCKETED, "kernels.ops.jagged_attention=varlen", _MATMUL, *_TORCH, _COMPILED, _FUSED)),
     Row("our attention + compile", (*_TORCH, _COMPILED, _FUSED)),
     Row("our kernels", (_FUSED,)),
@@ -119,7 +124,7 @@ def climb(
             "row": row.name,
             "gpus": row.gpus,
             "overrides": list(row.overrides),
-            "batch_size": batch_size // row.micro,
+            "batch_size": row.cut(batch_size)[0],
         }
         if cluster is not None and spec.predict is not None:
             # Beside the row's own start it would take processor time from it, so before.
@@ -176,7 +181,8 @@ def _command(config: str, row: Row, overrides: Sequence[str], batch: int, steps:
     if row.gpus > 1:
         words += ["torch.distributed.run", "--standalone", f"--nproc-per-node={row.gpus}", "-m"]
     words += ["gem_core.bench.step", config, "--steps", str(steps), "--warmup", str(warmup)]
-    settings = [*overrides, f"data.batch_size={batch // row.micro}", f"train.accumulate={row.micro}", *row.overrides]
+    size, count = row.cut(batch)
+    settings = [*overrides, f"data.batch_size={size}", f"train.accumulate={count}", *row.overrides]
     words += [word for setting in settings for word in ("--set", setting)]
     return words if profile is None else [*words, "--profile", str(profile)]
 

@@ -46,8 +46,9 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
 
     ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
     of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
-    optimizer a step, ``first_step_s`` (the steps of `check` included, since they compile), ``peak_memory_bytes``, the losses, what `check`
-    found, and the imbalance (max over mean work of the ranks).
+    optimizer a step, ``first_step_s`` (the steps of `check` included, since they compile), ``peak_memory_bytes`` and what was reserved of
+    the device's memory, where what graphs need counts too, the losses, what `check` found, and the imbalance (max over mean work of the
+    ranks).
     ``profiled``: three more steps run under the profiler, and their times (of rank 0) are in ``profile``; ``traces`` is a folder for the
     trace and the summary with its kernels.
 
@@ -71,6 +72,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         step.set_lr(1.0)
         losses: list[float] = []
         windows: list[dict[str, Any]] = []
+        events: list[tuple[int, int]] = []
 
         def run(count: int) -> None:
             meter.mark(None)
@@ -80,7 +82,8 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
                 outcomes.push(len(losses), step(batches, False, following), batches)
                 meter.steps += 1
                 for fed in batches:
-                    meter.count(fed.host.size, _real_events(fed.host), _real_flops(model, fed.host))
+                    events.append((fed.host.tokens, _real_events(fed.host)))
+                    meter.count(fed.host.size, events[-1][1], _real_flops(model, fed.host))
                 losses.extend(o.loss / o.weight for o in outcomes.ready())
 
         run(1)
@@ -96,15 +99,14 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         meter.window()
         if rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(rt.device)
-        padded: list[tuple[int, int]] = []
+        events.clear()
         for start in range(0, steps, WINDOW):
             run(min(WINDOW, steps - start))
             window = meter.window(rt.world)
             windows.append({**window, "step_s": sum(float(window.get(f"{p}_s") or 0) for p in (*PHASES, "captured"))})
         losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
         memory = max(rt.gather_objects(peak_memory(rt.device)))
-        for batches, _ in (next(groups) for _ in range(4)):
-            padded += [(fed.host.tokens, _real_events(fed.host)) for fed in batches]
+        held, real = (sum(counts) for counts in zip(*events))
         times = _profile(lambda: run(1), rt, traces) if profiled or traces is not None else None
         result = _summary(windows, rt)
         return result | {
@@ -112,7 +114,8 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
             "first_step_s": first_s,
             "build_s": built_s,
             "peak_memory_bytes": memory,
-            "wasted": 1 - sum(r for _, r in padded) / max(1, sum(t for t, _ in padded)),
+            "reserved_memory_bytes": max(rt.gather_objects(_reserved(rt.device))),
+            "wasted": 1 - real / max(1, held),
             "losses": losses,
             "check": checked,
             "parameters": parts.parameter_counts(),
@@ -148,6 +151,10 @@ def check(step: TrainStep, outcomes: Outcomes, resolved: ResolvedConfig, rt: Run
         last = outcomes.ready(all=True)[-1]
         found[name] = {"loss": last.loss / last.weight, "grad_norm": last.grad_norm}
     return found
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
 def _wait(rt: Runtime) -> None:

@@ -22,12 +22,12 @@ def build(config=SMALL, features=None, **how):
     return SPEC.build(config, features or Features(), **{"split": "train", "batch_size": 64, **how})
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("window", "balanced"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("check", source_checks(random_features(SMALL)), ids=lambda c: c.__name__)
-def test_conformance(check, window):
+def test_conformance(check, window, balanced):
     if window > 1 and check.__name__ == "batch_size_does_not_change_the_stream":
         return  # sorting inside windows of batches is what changes it
-    check(lambda **how: build(SMALL.model_copy(update={"window": window}), **how))
+    check(lambda **how: build(SMALL.model_copy(update={"window": window, "balanced": balanced}), **how))
 
 
 def test_lengths_and_ids_follow_the_preset():
@@ -73,6 +73,19 @@ def test_sorted_windows_need_less_padding_and_hold_the_same_samples():
     (drawn, ids), (windowed, same) = padding(1), padding(16)
     assert ids == same == list(range(2048))
     assert windowed < 0.5 * drawn
+
+
+@pytest.mark.parametrize("batch_size", [64, 60])
+def test_balanced_batches_cost_alike_and_hold_the_same_samples(batch_size):
+    def drawn(**how):
+        config = RandomConfig(preset="tiny", rows=2048, length=LognormalLaw(mean=100.0, sigma=1.0, max=1000), **how)
+        batches = list(build(config, batch_size=batch_size))
+        work = np.array([float((b.sequences["history"].lengths.double() ** 2).sum()) for b in batches if b.size == batch_size])
+        return work.std() / work.mean(), sorted(i for b in batches for i in b.sample_ids.tolist())
+
+    (plain, ids), (dealt, same) = drawn(), drawn(window=16, balanced=True)
+    assert ids == same == list(range(2048))
+    assert dealt < 0.5 * plain
 
 
 def test_without_features_or_preset_is_an_error():

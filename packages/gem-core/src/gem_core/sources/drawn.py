@@ -40,6 +40,7 @@ class RandomConfig(FrozenConfig):
     repeats: float = Field(0.0, ge=0, description="skew of the ids: id = rows x u^(1 + repeats) with u uniform; 0: all ids alike")
     rate: float = Field(0.05, gt=0, lt=1, description="share of positive labels")
     window: int = Field(1, gt=0, description="training batches among which samples are sorted by history length; 1: as drawn")
+    balanced: bool = Field(False, description="deal the samples of a window to its batches by length, so that all cost about the same")
     padded: bool = Field(False, description="lengthen every history to the longest of its batch: what padding would cost")
 
     @property
@@ -89,6 +90,10 @@ class RandomSource:
         if features.columns or features.filter or features.weight:
             raise ConfigError(
                 "the random source draws no columns, filters or weights", where="features", fix="remove columns, filter and weight"
+            )
+        if config.balanced and config.window == 1:
+            raise ConfigError(
+                "balanced deals the samples of several batches, and window = 1 is one", where="data.random.balanced", fix="set window = 16"
             )
         self.config, self.features = config, features
         self.shuffled, self.seed = split == "train", seed
@@ -172,7 +177,8 @@ class RandomSource:
         return (Shuffle(self._cursor.total, self.seed, epoch)(positions) if self.shuffled else positions) + self._first
 
     def _by_length(self, epoch: int, plan: Any, rank: int, first: int, stop: int) -> Ints:
-        """The rank's samples of some steps; with ``window``, sorted by length and cut into batches that change places at random."""
+        """The rank's samples of some steps; with ``window``, sorted by length, and cut into batches that change places at random, or dealt
+        to them."""
         spans = plan.read(rank, first, stop)
         numbers = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.empty(0, dtype=np.int64)
         name = next(iter(self.features.sequences), None)
@@ -181,6 +187,9 @@ class RandomSource:
         sample = hash_integers(self._numbers(numbers, epoch), self.config.seed)
         ordered = numbers[np.argsort(self._lengths(sample, name, self.features.sequences[name]), kind="stable")]
         sizes = [plan.taken(rank, s + 1) - plan.taken(rank, s) for s in range(first, stop)]
+        if self.config.balanced:
+            dealt = ordered[::-1]
+            return np.concatenate([dealt[batch] for batch in _dealt(sizes)])
         batches = np.split(ordered, np.cumsum(sizes)[:-1])
         turns = np.argsort(hash_integers(np.arange(first, stop), epoch), kind="stable")
         # Batches of one size may change places; the shorter last one stays where the plan has it.
@@ -219,6 +228,13 @@ class RandomSource:
     def _ids(self, counters: U64, key: str, rows: int) -> Ints:
         u = _uniform(counters, key)
         return np.minimum((rows * u ** (1 + self.config.repeats)).astype(np.int64), rows - 1)
+
+
+def _dealt(sizes: list[int]) -> list[Ints]:
+    """Places of each batch when sorted samples are dealt to batches of these sizes to and fro."""
+    turns = [[i for i, size in enumerate(sizes) if size > turn] for turn in range(max(sizes))]
+    owner = np.array([i for turn, batches in enumerate(turns) for i in (batches[::-1] if turn % 2 else batches)], dtype=np.int64)
+    return [np.flatnonzero(owner == i) for i in range(len(sizes))]
 
 
 def _uniform(counters: U64, key: str) -> Floats:

@@ -24,8 +24,8 @@ ALIGNED = 64
 class SharedGradients:
     """The gradients of ``parameters``, leaves, in a few tensors of their dtype, each on its way as soon as the backward pass has filled it.
 
-    A step calls `take` after its backward pass (recorded with it), `begin`, and `finish` before its optimizer. The averages are never
-    part of a recording: a recorded backward pass marks events that the exchange waits for, so that a process may replay while another
+    A step calls `take` after its backward pass (recorded with it), `begin`, `go_on`, and `finish` before its optimizer. The averages are
+    never part of a recording: a recorded backward pass marks events that the exchange waits for, so that a process may replay while another
     computes. Parameters without a gradient on any process in the first step keep none.
     """
 
@@ -36,6 +36,7 @@ class SharedGradients:
         self._order: list[str] | None = []
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._works: list[Any] = []
+        self._early = 0
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._there, name))
 
@@ -65,12 +66,19 @@ class SharedGradients:
             bucket.closed = False
 
     def begin(self) -> None:
-        """Send every bucket off once it is filled."""
+        """Send every bucket that the backward pass fills on its way off once it is filled."""
+        self._send(self._buckets[: self._early])
+
+    def go_on(self) -> None:
+        """Send the buckets off that are filled at the end: what is exchanged in between need not wait for them."""
+        self._send(self._buckets[self._early :])
+
+    def _send(self, buckets: list[_Bucket]) -> None:
         if self._side is None:
-            self._works = [dist.all_reduce(bucket.flat, async_op=True) for bucket in self._buckets]
+            self._works += [dist.all_reduce(bucket.flat, async_op=True) for bucket in buckets]
             return
         with torch.cuda.stream(self._side):
-            for bucket in self._buckets:
+            for bucket in buckets:
                 self._side.wait_event(bucket.filled)
                 self._works.append(dist.all_reduce(bucket.flat, async_op=True))
 
@@ -95,7 +103,9 @@ class SharedGradients:
             part.append(name)
             open_parts[p.dtype] = part, size + p.numel() * p.element_size()
         last = {name: i for i, name in enumerate(names)}
-        for part in sorted(parts, key=lambda part: last[part[-1]]):  # they are sent in this order
+        self._early = len(parts) - len(open_parts)
+        open_ends = {part[-1] for part, _ in open_parts.values()}
+        for part in sorted(parts, key=lambda part: (part[-1] in open_ends, last[part[-1]])):  # they are sent in this order
             bucket = _Bucket.of({name: self.parameters[name] for name in part}, self._side is not None)
             self._buckets.append(bucket)
             self._of |= dict.fromkeys(part, bucket)

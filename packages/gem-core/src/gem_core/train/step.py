@@ -204,6 +204,8 @@ class TrainStep:
         if self._shared is not None:
             self._shared.begin()  # before other exchanges, which a communicator would do first and which wait for all of the dense part
         numbers = runtime.all_reduce(own)
+        if self._shared is not None:
+            self._shared.go_on()
         torch.eq(numbers[1], 0, out=self._gate)
         give_back(looked_up, gradients, self._gate)
         squared = self._step_tables(self._gate)

@@ -33,17 +33,19 @@ class SparseConfig(FrozenConfig):
     tables: dict[str, TableOptions] = Field(default_factory=dict)
 
 
-class FbgemmConfig(SparseConfig):
-    """``[parallel.fbgemm]``: one process, FBGEMM's table kernels with the optimizer in backward."""
-
+class _OutputConfig(SparseConfig):
     output: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="of looked-up rows and their gradients; bf16 halves what they cost where products in bf16 read them. Sums, updates and "
-        "optimizer state stay fp32",
+        description="of looked-up rows and their gradients, also on their way between processes; bf16 halves what they cost where products "
+        "in bf16 read them. Sums, updates and optimizer state stay fp32",
     )
 
 
-class Gem2dConfig(SparseConfig):
+class FbgemmConfig(_OutputConfig):
+    """``[parallel.fbgemm]``: one process, FBGEMM's table kernels with the optimizer in backward."""
+
+
+class Gem2dConfig(_OutputConfig):
     """``[parallel.gem-2d]``"""
 
     schedule: Literal["article", "torchrec"] = Field(

@@ -5,7 +5,7 @@ sends to another is ordered by unit; within a unit pooled features come first (f
 
     lengths   pooled bags of unit 0, of unit 1, ...          int32, one a bag
     ids       unit 0: pooled, single; unit 1: ...            int64, positions in the unit's full copy
-    rows back unit 0: pooled bags, single ids; unit 1: ...   fp32, [bags, dim] one unit after another
+    rows back unit 0: pooled bags, single ids; unit 1: ...   [bags, dim] one unit after another
 
 A feature whose table is cut over the axis has a bag of each sample at every piece, and its sums are added up where they arrive.
 """
@@ -35,6 +35,8 @@ class Demand:
     weights: list[Tensor | None]
     bags: list[list[int]]
     """Bags by asking rank and unit."""
+    singles: list[int] = field(default_factory=list)
+    """By unit: so many bags at the end are known to hold one id each."""
 
 
 @dataclass
@@ -291,6 +293,7 @@ class Routes:
                     sizes.append(lengths.new_ones(b))
                 ids_at[m], bags_at[m] = ids_at[m] + a + b, bags_at[m] + n
                 reads.bags[m].append(n + b)
+            reads.singles.append(per_rank[-1][2 * u + 1])
             reads.positions.append(_joined(position, ranges))
             reads.weights.append(None if weights is None else _joined(weights, ranges))
             reads.offsets.append(lengths_to_offsets(torch.cat(sizes).to(torch.int64)))
@@ -322,7 +325,7 @@ class Routes:
     # Answers
 
     def answer(self, found: list[Tensor], reads: Demand, asked: Asked) -> list[Tensor]:
-        """From the sums of this rank's units (``[bags, dim]`` fp32 each) to the results of its own look-ups, in their order."""
+        """From the sums of this rank's units (``[bags, dim]`` each) to the results of its own look-ups, in their order."""
         dims = [[u.dim for u in units] for units in self.layout.units]
         mine = dims[self.axes.model_rank]
         sent = [sum(n * d for n, d in zip(bags, mine)) for bags in reads.bags]

@@ -55,9 +55,7 @@ def build_fbgemm(tables: TableSet, mesh: Mesh, config: FbgemmConfig) -> nn.Modul
             fix='use sparse = "gem-2d" or "torchrec"',
         )
     device = torch.empty(0).device
-    options = dict(config)
-    output = DTYPES[options.pop("output")]
-    return Tables2d(tables, axes(mesh, device), Gem2dConfig(kernel="fbgemm", **options), "fbgemm", output)
+    return Tables2d(tables, axes(mesh, device), Gem2dConfig(kernel="fbgemm", **dict(config)), "fbgemm")
 
 
 def build_gem_2d(tables: TableSet, mesh: Mesh, config: Gem2dConfig) -> nn.Module:
@@ -91,11 +89,10 @@ class Tables2d(nn.Module):
 
     optimizer_in_backward = True
 
-    def __init__(
-        self, tables: TableSet, where: Axes, config: Gem2dConfig, strategy: str = "gem-2d", output: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, tables: TableSet, where: Axes, config: Gem2dConfig, strategy: str = "gem-2d") -> None:
         super().__init__()
-        self.table_set, self.axes, self.config, self.strategy, self.output = tables, where, config, strategy, output
+        self.table_set, self.axes, self.config, self.strategy = tables, where, config, strategy
+        self.output = output = DTYPES[config.output]
         self.whole = config.exchange == "whole"
         if not self.whole and config.schedule != "article":
             raise ConfigError(
@@ -135,7 +132,7 @@ class Tables2d(nn.Module):
         by = self._gatherer() if own_state and config.collective != "default" else None
         self.whole_units = [WholeUnit(u, e, where, self.chunks, by) for u, e in zip(units, engines)] if self.whole else []
         self.touched_units = [] if self.whole else [TouchedUnit(u, e) for u, e in zip(units, engines)]
-        self.touched = None if self.whole else TouchedExchange(self.touched_units, where)
+        self.touched = None if self.whole else TouchedExchange(self.touched_units, where, output)
         self.window = min(config.window, len(units)) if config.schedule == "article" else len(units)
         self.slots: list[Slot] = []
         self.ahead: Ahead | None = None

@@ -143,7 +143,7 @@ def check(step: TrainStep, outcomes: Outcomes, resolved: ResolvedConfig, rt: Run
     for name, law in length.items():
         if name == "jagged" and resolved.source.padded:
             continue
-        options = resolved.source.model_copy(update={"length": law, "padded": False, "window": 1})
+        options = resolved.source.model_copy(update={"length": law, "padded": False, "window": 1, "balanced": False})
         source = build_random(options, config.features, split="train", batch_size=CHECKED, seed=config.run.seed)
         fed = next(iter(Feed(source, rt.device)))
         for _ in range(3):

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from gem_precision.kernels.block_gemm import STAGES
+from gem_precision.kernels.block_gemm import COLUMNS, ROWS, STAGES, STAGES_OF_PARTS
 from gem_precision.kernels.block_gemm_hopper import block_gemm_kernel
 from gem_precision.kernels.quantize import TILES, _meta
 from gem_precision.kernels.quantize_hopper import quantize_both_kernel, quantize_rows_kernel
@@ -94,12 +94,15 @@ def by_hand(operand: Operand, arch: int, types: dict[str, str], both: bool, act:
     return built(quantize_both_kernel, arch, types, constexprs, tile["num_warps"], source=GluonASTSource, maxnreg=registers)
 
 
-def block_gemm() -> dict[str, Any]:
-    layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
-    box = f"tensordesc<fp8e4nv[128, 128],{layout!r}>"
-    types = {"a": box, "b": box, "a_scales": "*fp32", "b_scales": "*fp32", "out": "*fp32"}
+def block_gemm(parts: bool) -> dict[str, Any]:
+    codes = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
+    left, right = (f"tensordesc<fp8e4nv[{rows}, 128],{codes!r}>" for rows in (ROWS, COLUMNS))
+    narrow = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
+    types = {"a": left, "b": right, "a_scales": "*fp32", "b_scales": "*fp32"}
+    types |= {"out": "*fp32"} if parts else {"out": f"tensordesc<bf16[64, {COLUMNS}],{narrow!r}>", "bias": "*bf16"}
     types |= dict.fromkeys(("M", "N", "tasks", "tiles_m", "tiles_n", "blocks", "per_part"), "i32")
-    return built(block_gemm_kernel, 90, types, {"STAGES": STAGES, "num_warps": 4}, 4, source=GluonASTSource, maxnreg=168)
+    constexprs = {"PARTS": parts, "STAGES": STAGES_OF_PARTS if parts else STAGES, "num_warps": 4} | ({"bias": None} if parts else {})
+    return built(block_gemm_kernel, 90, types, constexprs, 4, source=GluonASTSource, maxnreg=168)
 
 
 def main(arch: int) -> None:
@@ -116,7 +119,7 @@ def main(arch: int) -> None:
         )
     }
     if arch == 90:
-        found["block_gemm"] = block_gemm()
+        found["block_gemm"], found["block_parts_gemm"] = block_gemm(False), block_gemm(True)
     for name, operand, tile, rows, cols, stochastic in (
         ("mx_rows", Operand(), "mx", True, False, False),
         ("mx_both", Operand(), "mx_both", True, True, False),

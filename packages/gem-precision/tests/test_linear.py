@@ -14,7 +14,7 @@ from gem_core.errors import ConfigError, OpError
 from gem_precision import linear_op
 from gem_precision.formats import quantize_fp8, quantize_mx
 from gem_precision.gemm import PAD, gemm, quantise, supports, with_spare_rows
-from gem_precision.kernels.block_gemm import parts_of
+from gem_precision.kernels.block_gemm import parts_of, serves
 from gem_precision.linear import GroupedLinear, convert_linear, grouped_linear, low_precision_linear, restore_linear
 from gem_precision.policy import BF16, Gemm, LinearPolicy, Operand, fp8_linear, mx_linear
 from gem_precision.site import SUMS, Site, linear_levels, measure
@@ -360,7 +360,9 @@ def test_bias(name, device):
         with torch.autocast(device, torch.bfloat16):
             plain, y = low_precision_linear(x, w, None, site), low_precision_linear(x, w, b, site)
         assert y.dtype == torch.bfloat16
-        torch.testing.assert_close(y.float(), plain.float() + b.bfloat16().float(), rtol=2**-7, atol=2**-8)
+        # both sides were rounded to bf16, and where product and bias cancel the product's rounding is what is left
+        wanted = plain.float() + b.bfloat16().float()
+        assert ((y.float() - wanted).abs() <= 2**-8 * (plain.float().abs() + y.float().abs()) + 2**-8).all()
         g = torch.randn(tokens, 384, generator=generator).to(device, torch.bfloat16)
         (db,) = torch.autograd.grad(y, b, g)
         assert db.dtype == torch.float32
@@ -395,3 +397,40 @@ def test_wgrad_of_many_tokens_is_made_in_parts(tokens, n, k, parts):
         again.zero_()
         graph.replay()
         assert torch.equal(again[rest], got[rest])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("tokens", "n", "k"), [(40_000, 384, 640), (39_871, 1000, 72), (70_001, 136, 1024), (33_333, 2048, 144)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_many_rows_leave_in_sixteen_bits(tokens, n, k, dtype):
+    """Against float64 of the decoded operands, to half an ulp of the sum of product and bias; twice the same bits, also as a graph."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    policy = POLICIES["fp8-block"]
+    x, w = (torch.randn(size, generator=generator, device="cuda") for size in ((tokens, k), (n, k)))
+    x[5, 3] = torch.nan
+    x[tokens - 1] *= 1e3
+    bias = torch.randn(n, generator=generator, device="cuda").to(dtype)
+    a, b = quantise(x, policy.fprop.a), quantise(w, policy.fprop.b)
+    if not (answer := supports("torch", a, b)):
+        pytest.skip(answer.reason)
+    assert serves(a, b)
+    assert parts_of(a, b) == 1
+    wanted = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+    rest = torch.arange(tokens, device="cuda") != 5
+    for shift in (None, bias):
+        got = gemm(a, b, dtype, bias=shift)
+        exact = wanted if shift is None else wanted + shift.double()
+        assert got.dtype == dtype
+        assert got[5].isnan().all()
+        ulp = torch.finfo(dtype).eps
+        # the tensor cores keep some 14 bits of a block's products
+        slack = wanted[rest].abs().amax(1, keepdim=True) * 2.0**-11
+        assert ((got[rest].double() - exact[rest]).abs() <= exact[rest].abs() * ulp / 2 + slack).all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = gemm(a, b, dtype, bias=shift)
+        for _ in range(3):
+            again.zero_()
+            graph.replay()
+            assert torch.equal(again[rest], got[rest])

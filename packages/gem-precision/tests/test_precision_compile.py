@@ -27,12 +27,13 @@ def compiled(arch: int) -> dict[str, Any]:
 
 def test_scaled_gemm_is_block_scaled_on_blackwell_and_wgmma_on_hopper():
     assert any("tcgen05.mma" in i and "mxf8f6f4.block_scale" in i for i in compiled(100)["scaled_gemm"]["mma"])
-    for name in ("scaled_gemm", "block_gemm"):
+    for name in ("scaled_gemm", "block_gemm", "block_parts_gemm"):
         hopper = compiled(90)[name]["mma"]
         assert hopper
         assert all(i.startswith("wgmma.mma_async") for i in hopper)
-    assert compiled(90)["block_gemm"]["mma"] == ["wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"]
-    assert compiled(90)["block_gemm"]["serialised"] == []
+    for name in ("block_gemm", "block_parts_gemm"):
+        assert compiled(90)[name]["mma"] == ["wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"]
+        assert compiled(90)[name]["serialised"] == []
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -77,7 +77,8 @@ def codec(x: torch.Tensor, operand: Operand, along: int, generator: torch.Genera
 @pytest.mark.parametrize("elem", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
 def test_mx_both_directions_in_one_read(elem, rule):
     operand = Operand(elem=elem, scale_rule=rule)
-    for shape in SHAPES:
+    # borders do not depend on the rule
+    for shape in SHAPES if rule == "rceil" else [(33, 70), (256, 128)]:
         x = numbers(shape)
         got = quantize_matrix(x, operand, operand)
         assert_same(got.rows, codec(x, operand, 1))

@@ -20,7 +20,7 @@ from gem_precision import kernels
 from gem_precision.formats import FP8, MX, quantize_fp8, quantize_mx, swizzle_scales
 from gem_precision.formats.random import draw_seed, random_bits
 from gem_precision.hadamard import random_hadamard
-from gem_precision.kernels.block_gemm import block_gemm, parts_of
+from gem_precision.kernels.block_gemm import block_gemm, parts_of, serves
 from gem_precision.kernels.decode import decode_matrix, decodes
 from gem_precision.kernels.quantize import column_sums, quantize_matrix, serves_mixed, takes
 from gem_precision.policy import Gemm, Operand
@@ -239,8 +239,8 @@ def _decoded(q: Quantised, dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     rows = a.shape[0]
-    if isinstance(a, FP8) and isinstance(b, FP8) and (parts := parts_of(a, b)):
-        return _plus(block_gemm(a, b, parts).to(out_dtype), bias)
+    if isinstance(a, FP8) and isinstance(b, FP8) and serves(a, b) and (parts := parts_of(a, b)):
+        return block_gemm(a, b, parts, out_dtype, bias)
     if isinstance(a, FP8) and a.block == (1, 128) and rows % ROWS:
         a = FP8(with_spare_rows(a.data), F.pad(a.scales, (0, 0, 0, -rows % ROWS), value=1.0), a.elem, a.block)
     if bias is not None and not (

@@ -32,8 +32,8 @@ class GuardConfig(FrozenConfig):
     stop_after: int = Field(
         0, ge=0, description="losses in a row that are not finite, with every site at its safest level, before the run is stopped; 0: never"
     )
-    drift_every: int = Field(4000, gt=0, description="steps between comparisons of the model's NE on held-out rows with the same in bf16")
+    drift_every: int = Field(6000, gt=0, description="steps between comparisons of the model's NE on held-out rows with the same in bf16")
     drift_rows: int = Field(
-        8192, gt=0, description="held-out rows of such a comparison; both together: 0.6 % of the time of a step of 512 samples"
+        8192, gt=0, description="held-out rows of such a comparison; both together: 0.4 % of the time of a step of 512 samples"
     )
     max_drift: float = Field(0.002, gt=0, description="NE ratio above 1 + this demotes the site of the largest error")

@@ -1,13 +1,16 @@
-"""Product of FP8 operands in strips of 1x128 and squares of 128x128 for Hopper, K cut into parts that fill the GPU.
+"""Product of FP8 operands in strips of 1x128 and squares of 128x128 for Hopper: ``y = a bᵀ + bias`` in 16 bits, or K cut into parts that
+fill the GPU and are left in fp32.
 
 ::
 
             K blocks of 128, part 0 | part 1 | ...           a program takes (part, tile) after (part, tile)
           +------+------+------+------+
-    A 128 | strip scale a row of each block |      two warpgroups own 64 rows each of a 128 x 128 tile: while one scales the
-          +------+------+------+------+            products of its block into fp32 registers, the other multiplies
+    A 256 | strip scale a row of each block |      two warpgroups own 128 rows each of a 256 x 128 tile, in two halves of 64: while one
+          +------+------+------+------+            scales the products of a half and block into fp32 registers, the other multiplies
     B 128 | one scale a block          |
           +------+------+------+------+
+
+A tile of 256 rows asks the L2 cache for three quarters of the bytes that two of 128 ask for, which is what bounds those.
 """
 
 from __future__ import annotations
@@ -28,87 +31,142 @@ def _barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _place(task, tiles_m, tiles_n, blocks, per_part):
-    """(part, first row, first column, first and last block of K) of a task; neighbours share a part."""
+def _place(task, tiles_m, tiles_n, blocks, per_part, ROWS: gl.constexpr):
+    """(part, first row, first column, first and last block of K) of a task; neighbours share a part and the rows of A."""
     tiles = tiles_m * tiles_n
     part = task // tiles
     tile = task % tiles
     begin = part * per_part
-    return part, tile // tiles_n * TILE, tile % tiles_n * TILE, begin, gl.minimum(begin + per_part, blocks)
+    return part, tile // tiles_n * ROWS, tile % tiles_n * TILE, begin, gl.minimum(begin + per_part, blocks)
 
 
 @gluon.jit
-def _producer(a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, STAGES: gl.constexpr):
+def _producer(
+    a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, ROWS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     step = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        _, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part)
+        _, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part, ROWS)
         for block in range(begin, end):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 2 * TILE * TILE)
+            mbarrier.expect(full.index(stage), (ROWS + TILE) * TILE)
             tma.async_copy_global_to_shared(a, [m, block * TILE], full.index(stage), a_slots.index(stage))
             tma.async_copy_global_to_shared(b, [n, block * TILE], full.index(stage), b_slots.index(stage))
             step += 1
 
 
 @gluon.jit
+def _done(x):
+    """``x``, computed here and not where it is used."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _half(a_slot, b_slot, LAYOUT: gl.constexpr):
+    """The product ``[64, 128]`` of 64 rows and a block."""
+    zeros = gl.full([64, TILE], 0.0, gl.float32, LAYOUT)
+    made = warpgroup_mma(a_slot, b_slot.permute((1, 0)), zeros, use_acc=False, max_num_imprecise_acc=128, is_async=True)
+    return warpgroup_mma_wait(0, deps=(made,))
+
+
+@gluon.jit
+def _leave_part(out, acc, part, rows, n, M, N):
+    columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, acc.type.layout))
+    at = (part.to(gl.int64) * M + rows.to(gl.int64))[:, None] * N + columns[None, :]
+    gl.store(out + at, acc, (rows < M)[:, None] & (columns < N)[None, :])
+
+
+@gluon.jit
+def _leave(out, acc, bias, buffer, m, n, N):
+    if bias is not None:
+        columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, acc.type.layout))
+        acc += gl.load(bias + columns, columns < N, 0.0).to(gl.float32)[None, :]
+    buffer.store(acc.to(buffer.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [m, n], buffer)
+
+
+@gluon.jit
 def _consumer(
-    a_scales, b_scales, out, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, WHO: gl.constexpr,
-    STAGES: gl.constexpr,
+    a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty,
+    WHO: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     step = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        part, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part)
-        rows = m + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        here = rows < M
-        strip = a_scales + rows
-        square = b_scales + (n // TILE).to(gl.int64) * blocks
-        acc = gl.full([64, TILE], 0.0, gl.float32, layout)
-        scale = gl.load(strip + begin.to(gl.int64) * M, here, 0.0) * gl.load(square + begin)
+        part, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part, 2 * TILE)
+        own = m + WHO * TILE + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        # rows that are not there have the last one's scale, and are not stored
+        upper, lower = gl.minimum(own, M - 1), gl.minimum(own + 64, M - 1)
+        square = b_scales + n // TILE * blocks
+        first = gl.full([64, TILE], 0.0, gl.float32, layout)
+        second = gl.full([64, TILE], 0.0, gl.float32, layout)
+        scale = gl.load(square + begin)
+        upper_scale = gl.load(a_scales + (begin * M + upper)) * scale
         for block in range(begin, end):
             stage = step % STAGES
-            following = gl.minimum(block + 1, end - 1)
-            ahead = gl.load(strip + following.to(gl.int64) * M, here, 0.0)
-            ahead_square = gl.load(square + following)
+            lower_scale = gl.load(a_scales + (block * M + lower)) * scale
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            zeros = gl.full([64, TILE], 0.0, gl.float32, layout)
-            made = warpgroup_mma(
-                a_slots.index(stage).slice(WHO * 64, 64), b_slots.index(stage).permute((1, 0)), zeros, use_acc=False,
-                max_num_imprecise_acc=128, is_async=True,
-            )  # fmt: skip
-            made = warpgroup_mma_wait(0, deps=(made,))
+            a_slot = a_slots.index(stage)
+            made = _half(a_slot.slice(WHO * TILE, 64), b_slots.index(stage), layout)
+            first = _done(first + made * upper_scale[:, None])
+            # a border that ptxas moves no product across: two unscaled ones at a time do not fit into the registers
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            # the last block asks for its own scales again
+            following = gl.minimum(block + 1, end - 1)
+            scale = gl.load(square + following)
+            upper_scale = gl.load(a_scales + (following * M + upper)) * scale
+            made = _half(a_slot.slice(WHO * TILE + 64, 64), b_slots.index(stage), layout)
             mbarrier.arrive(empty.index(stage), count=1)
-            acc += made * scale[:, None]
-            scale = ahead * ahead_square
+            second += made * lower_scale[:, None]
             step += 1
-        columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-        at = (part.to(gl.int64) * M + rows.to(gl.int64))[:, None] * N + columns[None, :]
-        gl.store(out + at, acc, here[:, None] & (columns < N)[None, :])
+        if PARTS:
+            _leave_part(out, first, part, own, n, M, N)
+            _leave_part(out, second, part, own + 64, n, M, N)
+        else:
+            # those of the last tile have left long ago
+            tma.store_wait(0)
+            _leave(out, first, bias, buffer.index(2 * WHO), m + WHO * TILE, n, N)
+            _leave(out, second, bias, buffer.index(2 * WHO + 1), m + WHO * TILE + 64, n, N)
+    if not PARTS:
+        tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tasks", "tiles_m", "tiles_n", "blocks", "per_part"])
+@gluon.jit(do_not_specialize=["M", "tasks", "tiles_m", "tiles_n", "blocks", "per_part"])
 def block_gemm_kernel(
-    a, b, a_scales, b_scales, out, M, N, tasks, tiles_m, tiles_n, blocks, per_part, STAGES: gl.constexpr, num_warps: gl.constexpr
+    a, b, a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """``a [M, K]``, ``b [N, K]``: descriptors with boxes of 128 x 128. ``a_scales [blocks, M]``, ``b_scales [N/128, blocks]``, ``out
-    [parts, M, N]`` fp32."""
+    """``a [M, K]``, ``b [N, K]``: descriptors with boxes of 256 x 128 and 128 x 128. ``a_scales [blocks, M]``, ``b_scales [N/128,
+    blocks]``. ``out``: with ``PARTS`` fp32 ``[parts, M, N]``, else a descriptor of ``[M, N]`` in 16 bits with boxes of 64 x 128, to which
+    ``bias [N]`` is added (None: there is none)."""
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], a.dtype)
-    a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, TILE, TILE], tile)
+    a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * TILE, TILE], tile)
     b_slots = gl.allocate_shared_memory(a.dtype, [STAGES, TILE, TILE], tile)
+    if PARTS:
+        buffer = b_slots
+    else:
+        buffer = gl.allocate_shared_memory(out.dtype, [4, 64, TILE], out.layout)
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (a_scales, b_scales, out, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, 0, STAGES),
+                (
+                    a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty,
+                    0, PARTS, STAGES,
+                ),
             ),
             (
                 _consumer,
-                (a_scales, b_scales, out, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, 1, STAGES),
+                (
+                    a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty,
+                    1, PARTS, STAGES,
+                ),
             ),
-            (_producer, (a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, STAGES)),
+            (_producer, (a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, 2 * TILE, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -3,9 +3,11 @@
     python -m gem_parallel.bench.recompute base.toml --set precision.recipe=bf16 --out OUT
 
 Every set of regions (attention, feed-forward, pooling, ...) is recomputed in all layers at once: the uniform budgets, and at the same time
-the profile: what a set saves and costs a layer. A knapsack then picks a set for every layer so that the step is as fast as possible within
-the memory of each uniform budget that no other one beats, and between them. All are measured in turn, in ``--rounds`` rounds. Take a batch
-whose step the device bounds, not the host: what is recomputed is launched again.
+the profile: what a set saves and costs a layer. The last layer is profiled apart: its backward pass comes first, when nothing has been
+freed, so that what it makes again is there at the peak. A knapsack then proposes a set for every layer so that the step is as fast as
+possible within the memory of each uniform budget that no other one beats, and between them. Proposals are measured, and for every uniform
+budget the fastest that fits is picked, the uniform one itself unless another is faster by `CLEARLY`; ``--rounds`` more of measurements say
+what the picks are worth. Take a batch whose step the device bounds, not the host: what is recomputed is launched again.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ from gem_parallel.recompute import recompute
 
 Picks = tuple[tuple[str, ...], ...]
 """The regions that each layer recomputes."""
+
+CLEARLY = 0.003
+"""Share of a step by which another choice must be faster than a uniform one to be picked instead: less may be chance."""
 
 
 class Bench:
@@ -100,7 +105,7 @@ def modules_of(layers: Sequence[nn.Module], picks: Sequence[Sequence[str]]) -> l
 
 
 def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any, until: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """Rows ``uniform`` and ``chosen`` after every round; see the module's text. ``until``: when no further measurement is begun, on
+    """Rows ``uniform`` and ``proposed`` after every round; see the module's text. ``until``: when no further measurement is begun, on
     `time.monotonic`."""
     stack: Any = bench.parts.model.layers
     layers = list(stack)
@@ -119,34 +124,64 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any, until: flo
 
     rows: dict[Picks, list[tuple[float, int]]] = {}
 
-    def measured(picks: Picks) -> tuple[float, int]:
+    def measured(picks: Picks) -> None:
         bench.apply(modules_of(layers, picks))
         rows.setdefault(picks, []).append(bench.measure(steps, warmup))
         ms, size = rows[picks][-1]
         say(f"{_told(parts, picks)}: {ms:.1f} ms, {size / 2**30:.2f} GiB")
-        return ms, size
 
     uniform = {some: (some,) * len(layers) for some in sets}
-    profile = {some: measured(picks) for some, picks in uniform.items()}
-    fastest, _ = profile[()]
-    # what a set leaves, and costs, a layer; nothing is ever taken to be faster than no recomputation
-    options = [
-        (max(0.0, (p - min(q for _, q in profile.values())) / len(layers)), max(0.0, (t - fastest) / len(layers)))
-        for t, p in (profile[s] for s in sets)
-    ]
-    least = min(p for _, p in profile.values())
-    peaks = sorted({p for t, p in profile.values() if not any(u <= t and q < p for u, q in profile.values())})
-    budgets = sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True)
-    chosen: dict[float, Picks] = {}
-    for budget in budgets:
-        found_picks = choose([options] * len(layers), budget - least + 1.0)
-        if found_picks is not None:
-            chosen[budget] = tuple(sets[i] for i in found_picks)
+    for _ in range(2):
+        for picks in uniform.values():
+            measured(picks)
+    profile = {some: (median(t for t, _ in rows[picks]), rows[picks][0][1]) for some, picks in uniform.items()}
+    proposals = _proposals(bench, layers, sets, profile)
+    for picks in dict.fromkeys(proposals.values()):
+        if picks not in rows:
+            measured(picks)
+    first = {picks: (median(t for t, _ in found), max(p for _, p in found)) for picks, found in rows.items()}
+    picked = {some: _picked(first, picks) for some, picks in uniform.items()}
+    before = {picks: len(found) for picks, found in rows.items()}
     for _ in range(rounds):
-        for picks in dict.fromkeys([*chosen.values(), *uniform.values()]):
-            if picks not in rows or time.monotonic() < until:
+        for picks in dict.fromkeys([*picked.values(), *uniform.values(), *proposals.values()]):
+            if time.monotonic() < until:
                 measured(picks)
-        yield _report(rows, parts, uniform, chosen, off, same)
+        last = {picks: found[before[picks] :] or found for picks, found in rows.items()}
+        yield _report(last, parts, uniform, proposals, picked, off, same)
+
+
+def _proposals(
+    bench: Bench, layers: Sequence[nn.Module], sets: Sequence[tuple[str, ...]], profile: Mapping[tuple[str, ...], tuple[float, int]]
+) -> dict[float, Picks]:
+    """By budget (bytes of peak memory), what the knapsack gives from what every set saves and costs a layer. ``profile``: milliseconds and
+    peak of every set in all layers."""
+    count, (fastest, full) = len(layers), profile[()]
+
+    def peak_of(inner: tuple[str, ...], last: tuple[str, ...]) -> int:
+        bench.apply(modules_of(layers, [*[inner] * (count - 1), last]))
+        return bench.measure(1, 0)[1]
+
+    bare = peak_of((), ())  # of one batch, as those that it is compared with
+    saved = {some: ((bare - peak_of(some, ())) / max(1, count - 1), bare - peak_of((), some)) for some in sets if some}
+    saved[()] = (0.0, 0)
+    most = tuple(max(place) for place in zip(*saved.values()))
+    # nothing is ever taken to be faster than no recomputation
+    groups = [[(most[place] - saved[s][place], max(0.0, (profile[s][0] - fastest) / count)) for s in sets] for place in (0, 1)]
+    least = full - (count - 1) * most[0] - most[1]
+    peaks = sorted({p for t, p in profile.values() if not any(u <= t and q < p for u, q in profile.values())})
+    found: dict[float, Picks] = {}
+    for budget in sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True):
+        picks = choose([*[groups[0]] * (count - 1), groups[1]], budget - least + 1.0)
+        if picks is not None:
+            found[budget] = tuple(sets[i] for i in picks)
+    return found
+
+
+def _picked(measured: Mapping[Picks, tuple[float, int]], uniform: Picks) -> Picks:
+    """The fastest of all ``measured`` (milliseconds, peak) that needs no more memory than ``uniform``."""
+    own, limit = measured[uniform]
+    best = min((picks for picks, (_, peak) in measured.items() if peak <= limit * 1.001), key=lambda picks: measured[picks][0])
+    return best if measured[best][0] < own * (1 - CLEARLY) else uniform
 
 
 def _told(parts: Sequence[str], picks: Picks) -> str:
@@ -158,13 +193,14 @@ def _report(
     rows: Mapping[Picks, Sequence[tuple[float, int]]],
     parts: Sequence[str],
     uniform: Mapping[tuple[str, ...], Picks],
-    chosen: Mapping[float, Picks],
+    proposals: Mapping[float, Picks],
+    picked: Mapping[tuple[str, ...], Picks],
     off: Mapping[str, float],
     same: bool,
 ) -> dict[str, Any]:
 
     def row(kind: str, picks: Picks, **more: Any) -> dict[str, Any]:
-        times, memory = zip(*rows[picks][1:] if len(rows[picks]) > 1 else rows[picks])
+        times, memory = zip(*rows[picks])
         told = {"budget": kind, "recomputed": _told(parts, picks), "step ms": median(times), "peak GiB": max(memory) / 2**30}
         return {**told, "rounds": len(times), **more}
 
@@ -173,13 +209,13 @@ def _report(
             {"parameters": "same" if same else "differ", "off when repeated": off["repeated"], "off recomputed": off["recomputed"]}
         ],
         "uniform": [row("uniform", picks) for picks in uniform.values()],
-        "chosen": [row("chosen", picks, within=budget / 2**30) for budget, picks in chosen.items()],
+        "proposed": [row("proposed", picks, within=budget / 2**30) for budget, picks in proposals.items()],
     }
-    for line in found["uniform"]:
-        fits = [c for c in found["chosen"] if c["peak GiB"] <= line["peak GiB"] * 1.001]
-        line["chosen ms at that peak"] = min((c["step ms"] for c in fits), default=None)
-    for line in (*found["uniform"], *found["chosen"]):
-        others = [o for o in (*found["uniform"], *found["chosen"]) if o is not line]
+    for line, some in zip(found["uniform"], uniform):
+        pick = row("picked", picked[some])
+        line |= {"picked at that peak": pick["recomputed"], "picked ms": pick["step ms"], "picked GiB": pick["peak GiB"]}
+    for line in (*found["uniform"], *found["proposed"]):
+        others = [o for o in (*found["uniform"], *found["proposed"]) if o is not line]
         line["on the front"] = not any(
             o["step ms"] < line["step ms"] * 0.998 and o["peak GiB"] <= line["peak GiB"] for o in others
         )  # fmt: skip

@@ -41,6 +41,14 @@ def test_a_step_is_measured():
     assert "not known" in found["mfu_peak"]["reason"]
 
 
+def test_a_window_in_which_a_captured_step_recorded_is_repeated(monkeypatch):
+    recorded = iter([0, 1, 1, 1, 1, 1])
+    monkeypatch.setattr(step.TrainStep, "news", property(lambda _self: next(recorded)))
+    found = step.measure(config(), steps=6, warmup=1)
+    assert found["repeated_windows"] == 1
+    assert len(found["losses"]) == 1 + 5 + 5 + 1
+
+
 def test_padding_is_waste_and_adds_no_flops():
     plain, padded = (step.measure(config(padded=p), steps=1, warmup=1) for p in (False, True))
     assert padded["wasted"] > 0.3

@@ -44,7 +44,8 @@ SETTLING = 90
 def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path | None = None, profiled: bool = False) -> dict[str, Any]:
     """Run ``warmup`` and then ``steps`` training steps; returns what one device does and needs.
 
-    ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
+    ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window; a window in which a captured step met a kind of batch
+    that it had to record is ``repeated``, up to twice as many as there are), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
     of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
     optimizer a step, ``first_step_s`` (the steps of `check` included, since they compile), ``peak_memory_bytes`` and what was reserved of
     the device's memory, where what graphs need counts too, the losses, what `check` found, and the imbalance (max over mean work of the
@@ -100,10 +101,16 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         if rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(rt.device)
         events.clear()
-        for start in range(0, steps, WINDOW):
-            run(min(WINDOW, steps - start))
+        sizes = [min(WINDOW, steps - start) for start in range(0, steps, WINDOW)]
+        repeated = 0
+        while len(windows) < len(sizes):
+            known = step.news
+            run(sizes[len(windows)])
             window = meter.window(rt.world)
-            windows.append({**window, "step_s": sum(float(window.get(f"{p}_s") or 0) for p in (*PHASES, "captured"))})
+            if repeated < 2 * len(sizes) and rt.count([step.news > known])[0]:
+                repeated += 1
+            else:
+                windows.append({**window, "step_s": sum(float(window.get(f"{p}_s") or 0) for p in (*PHASES, "captured"))})
         losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
         memory = max(rt.gather_objects(peak_memory(rt.device)))
         held, real = (sum(counts) for counts in zip(*events))
@@ -111,6 +118,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         result = _summary(windows, rt)
         return result | {
             "profile": times,
+            "repeated_windows": repeated,
             "first_step_s": first_s,
             "build_s": built_s,
             "peak_memory_bytes": memory,

@@ -292,6 +292,16 @@ def test_every_type_through_a_file(tmp_path_factory, data):
             assert [m.tolist() for m in inner[starts[at] : starts[at + 1]]] == [e["m"] for e in events]
 
 
+def test_large_unsigned_numbers_stay_apart(tmp_path):
+    """Two users, or two samples, must never become one for being numbered above 2^63."""
+    users = [2**64 - 1, 2**63, 2**63 - 1, 5]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"user": pa.array(users, pa.uint64()), "x": [1, 2, 3, 4]}), path)
+    features = Features(sample_id="user", columns=("user",), sparse={"x": Sparse(rows=10)})
+    (batch,) = ParquetSource(path, features, batch_size=9)
+    assert batch.columns["user"].tolist() == batch.sample_ids.tolist() == [-1, -(2**63), 2**63 - 1, 5]
+
+
 @given(
     lengths=st.lists(st.integers(0, 130), min_size=1, max_size=20),
     order=st.randoms(use_true_random=False),

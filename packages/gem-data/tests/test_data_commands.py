@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -186,6 +187,85 @@ def test_inspect_graded_labels_and_label_option(tmp_path):
     pq.write_table(pa.table({"x": [1.5, 2.5]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="no column looks like a label"):
         propose(tmp_path / "b.parquet")
+
+
+def inspected(folder, *tables):
+    """The proposal for files of these tables, read whole by the source that it configures."""
+    for i, table in enumerate(tables):
+        pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), folder / f"{i}.parquet")
+    text = propose(folder)
+    assert sum(len(b) for b in source_of(text)) == sum(pq.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
+    return text, tomllib.loads(text)["features"]
+
+
+def test_inspect_leaves_out_columns_without_a_value(tmp_path):
+    empty = {"tags": pa.array([[], []], pa.list_(pa.int64())), "seen": pa.array([[], []], pa.list_(pa.int64())), "n": [None, None]}
+    text, features = inspected(
+        tmp_path, {"item_id": [1, 2], "hist_ids": pa.array([None, []], pa.list_(pa.int64())), **empty, "click": [0, 1]}
+    )
+    assert set(features["sparse"]) == {"item_id"}
+    assert "sequences" not in features
+    assert text.count(": holds no value\n") == 3
+    assert "# left out: n: type null" in text
+
+
+def test_inspect_hashes_integers_that_are_hashes(tmp_path):
+    unsigned = pa.array([2**64 - 1 - i for i in range(50)], pa.uint64())
+    signed = [(-1) ** i * (2**60 + i) for i in range(50)]
+    _, features = inspected(tmp_path, {"u": unsigned, "s": signed, "click": [0, 1] * 25})
+    assert {name: spec["hash"] for name, spec in features["sparse"].items()} == {"u": True, "s": True}
+
+
+def test_inspect_keeps_events_whose_columns_differ_in_what_marks_an_id(tmp_path):
+    table = {"h_item": [[1], [2, 3]], "h_item_id": [[4], [5, 6]], "item": [1, 2], "x": [0.5, 0.7], "click": [0, 1]}
+    _, features = inspected(tmp_path, table)
+    assert {f["column"] for f in features["sequences"]["history"]["fields"].values()} == {"h_item", "h_item_id"}
+
+
+def test_inspect_clips_infinite_numbers(tmp_path):
+    x = [float(i) for i in range(38)] + [math.inf, -math.inf]
+    lists = {"v": [[v] for v in x], "h": [[v] * (1 + i % 2) for i, v in enumerate(x)], "h_id": [[i] * (1 + i % 2) for i in range(40)]}
+    text, features = inspected(tmp_path, {"x": x, **lists, "click": [0, 1] * 20})
+    assert features["dense"]["x"]["clip"] == [0.0, 37.0]
+    (field,) = (f for f in features["sequences"]["history"]["fields"].values() if f["column"] == "h")
+    assert field["clip"] == [0.0, 37.0]
+    assert "# left out: v: holds infinite numbers" in text
+
+
+def test_inspect_reads_files_of_other_types(tmp_path):
+    """Widths of numbers and text, and columns that are empty in one file, differ between writers."""
+    one = {"a": pa.array([1, 2], pa.int32()), "t": pa.array(["x", "y"]), "f": pa.array([1, 2]), "n": pa.nulls(2), "click": [0, 1]}
+    two = {"a": pa.array([3, 4]), "t": pa.array(["x", "z"], pa.large_string()), "f": pa.array([1.5, 2.5]), "n": [7, 8], "click": [0, 1]}
+    lists = [pa.array([[1], [2]], pa.list_(kind)) for kind in (pa.int32(), pa.int64())]
+    _, features = inspected(tmp_path, {**one, "tags": lists[0]}, {**two, "tags": lists[1]})
+    assert set(features["sparse"]) == {"a", "t", "n", "tags"}
+    assert set(features["dense"]) == {"f"}
+
+
+@pytest.mark.parametrize("same", [1, 3])
+def test_inspect_of_rows_of_one_time_leaves_some_to_train_on(tmp_path, same):
+    text, _ = inspected(tmp_path, {"time": [1_700_000_000] * same, "x": list(range(same)), "y": [0.5] * same, "click": [1] * same})
+    assert "train_filter" not in text
+
+
+@pytest.mark.parametrize(
+    ("table", "label", "words"),
+    [
+        ({"x": pa.array([], pa.int64()), "click": pa.array([], pa.int64())}, None, "the files hold no rows"),
+        ({"x": [[1], [2]], "click": [0, 1]}, "x", "a label is one number a row"),
+        ({"x": ["no", "yes"]}, "x", "the type string, a label is one number a row"),
+        (pa.table([[1], [2], [0]], names=["x", "x", "click"]), None, "2 columns have the name 'x'"),
+        ([{"x": [1], "click": [0]}, {"x": ["a"], "click": [0]}], None, "the type int64 in .*0.parquet and string in another file"),
+        ([{"x": [1], "click": [0]}, {"click": [0]}], None, "'x' is missing"),
+    ],
+)
+def test_inspect_tells_what_it_cannot_use(tmp_path, table, label, words):
+    for i, one in enumerate(table if isinstance(table, list) else [table]):
+        pq.write_table(one if isinstance(one, pa.Table) else pa.table(one), tmp_path / f"{i}.parquet")
+    with pytest.raises(DataError, match=words) as error:
+        propose(tmp_path, label=label)
+    assert error.value.where
+    assert error.value.fix
 
 
 def test_inspect_ranges_cover_rows_outside_the_sample(tmp_path):

@@ -184,7 +184,21 @@ def test_id_beyond_the_table(tmp_path):
 
 def test_huge_unsigned_id(tmp_path):
     path = write(tmp_path / "a.parquet", {"x": pa.array([2**64 - 1], pa.uint64()), "click": [0]})
-    says(refused(path), "does not fit", "'x'")
+    message = refused(path)
+    says(message, "id 9223372036854775807 or more does not fit", "'x'", "set hash = true")
+    assert "rows =" not in message, "no table has so many"
+
+
+def test_columns_that_hold_nothing_at_all(tmp_path):
+    """Written without a value they have the type null, which any feature may read: the message is that of a null."""
+    path = write(tmp_path / "a.parquet", {"x": pa.nulls(2), "click": [0, 1]})
+    says(refused(path), "id is null", "row 0", "'x'", "default")
+    says(refused(path, Features(dense={"x": Dense()})), "null or NaN", "row 0", "default")
+    says(refused(path, Features(sparse={"x": Sparse(rows=9, vocabulary=False, hash=True)})), "id is null", "row 0")
+    path = write(tmp_path / "b.parquet", {"h": [[None], []]})
+    says(refused(path, Features(sequences={"s": Sequence(fields={"h": EventField(rows=9)})})), "id is null", "row 0", "'h'")
+    (batch,) = read(write(tmp_path / "c.parquet", {"x": pa.nulls(2)}), Features(sparse={"x": Sparse(rows=10, default=3)}))
+    assert batch.sparse["x"].values.tolist() == [3, 3]
 
 
 def test_bad_id_inside_a_history(tmp_path):

@@ -187,6 +187,13 @@ def test_declarations_that_contradict_themselves(more, what):
         declared(**more)
 
 
+def test_a_vocabulary_of_numbers_that_int64_does_not_hold_is_refused(tmp_path):
+    pq.write_table(pa.table({"user": pa.array([1, 2**63], pa.uint64()), "click": [0, 1]}), tmp_path / "a.parquet")
+    features = Features.model_validate({"sparse": {"user": {"rows": 9, "vocabulary": True}}, "labels": {"click": {}}})
+    with pytest.raises(DataError, match=r"(?s)larger than 9223372036854775807.*a.parquet.*hash = true"):
+        fit(ParquetConfig(root=str(tmp_path), train=("a.parquet",)), features)
+
+
 def test_vocabulary_without_a_file(log):
     with pytest.raises(ConfigError, match="gemrec data vocab"):
         read(log[0], declared(sparse={"country": {"rows": 3, "vocabulary": True}}))

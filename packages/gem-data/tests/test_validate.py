@@ -103,6 +103,7 @@ def test_every_planted_violation_is_found(tmp_path):
         ("labels.cvr", "a mask is null"): 1,
     }
     assert "row 10 of the file" in found["sparse.item", "the id ... does not fit its table of ... rows ... to ..."].example
+    assert "column '-'" not in str(report.violations)
     assert (
         "row 390 of the file" in found["sequences.history", "a history holds events later than its sample (a leak of the future)"].example
     )
@@ -117,6 +118,53 @@ def test_lists_of_different_lengths_do_not_hide_the_rest(tmp_path):
     table["item"][9] = 500
     report = validate(config(tmp_path, table), FEATURES, "train")
     assert {v.feature for v in report.violations} == {"sequences.history", "sparse.item"}
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1000, "ms"), (10**6, "us"), (10**9, "ns")])
+def test_times_in_another_unit_are_no_leak_and_the_unit_is_named(tmp_path, factor, unit):
+    """In nanoseconds such times do not fit 64 bits: the comparison with the sample's time must not wrap."""
+    table = clean()
+    table["when"] = [t * factor for t in table["when"]]
+    table["h_time"] = [[t * factor for t in times] for times in table["h_time"]]
+    report = validate(config(tmp_path, table), FEATURES, "train")
+    with_events = sum(bool(h) for h in table["h_time"])
+    assert {(v.feature, v.what): v.count for v in report.violations} == {
+        ("timestamp", f'times lie after the year 2200: timestamp_unit = "s" and "{unit}" seems meant'): N,
+        ("sequences.history", f'times lie after the year 2200: time_unit = "s" and "{unit}" seems meant'): with_events,
+    }
+
+
+@pytest.mark.parametrize(("units", "late"), [(("s", "ms"), 1), (("ms", "s"), 1), (("s", "ns"), 1), (("ns", "s"), 1), (("us", "us"), 1)])
+def test_a_leak_is_found_between_times_of_two_units(tmp_path, units, late):
+    """An event at the time of its sample is none, one unit of the finer one later is."""
+    per = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+    ours, theirs = per[units[0]], per[units[1]]
+    events = [[1_700_000_000 * theirs], [1_700_000_000 * theirs + max(1, theirs // ours)], [1_699_999_999 * theirs + theirs - 1]]
+    table = {"when": [1_700_000_000 * ours] * 3, "h": [[1], [1], [1]], "t": events, "click": [0, 1, 0]}
+    features = Features(
+        timestamp="when",
+        timestamp_unit=units[0],
+        sequences={"s": Sequence(fields={"h": EventField(rows=9)}, timestamps="t", time_unit=units[1])},
+        labels={"ctr": Label(column="click")},
+    )
+    (found,) = validate(config(tmp_path, table), features, "train").violations
+    assert "a leak of the future" in found.what
+    assert (found.count, "row 1 of the file" in found.example) == (late, True)
+
+
+def test_a_feature_that_reads_a_label_is_a_leak(tmp_path):
+    table = clean()
+    told = {**FEATURES.model_dump(exclude_unset=True), "dense": {"price": {}, "clicked": {"column": "click"}}}
+    (found,) = validate(config(tmp_path, table), Features.model_validate(told), "train").violations
+    assert (found.feature, found.count) == ("dense.clicked", N)
+    assert found.what.startswith("the feature reads the column of the label ctr")
+
+
+def test_columns_that_are_carried_along_and_requests_are_checked(tmp_path):
+    table = {**clean(), "shop": [None, *range(1, N)], "request": [None, *range(1, N)]}
+    told = {**FEATURES.model_dump(exclude_unset=True), "columns": ["shop"], "request": "request"}
+    report = validate(config(tmp_path, table), Features.model_validate(told), "train")
+    assert {(v.feature, v.what) for v in report.violations} == {("columns.shop", "a value is null"), ("request", "a request is null")}
 
 
 def test_the_page_holds_tables_and_plots(tmp_path):

@@ -19,6 +19,9 @@ Array = NDArray[Any]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+LARGEST = 2**63 - 1
+"""What `integers` gives for it and for every larger number."""
+
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -97,7 +100,7 @@ def nulls(array: pa.Array) -> Bools:
 
 
 def integers(array: pa.Array) -> tuple[Ints, Bools | None]:
-    """int64 values ``[n]`` (0 at nulls) and the null mask, or None without nulls.
+    """int64 values ``[n]`` (0 at nulls, at most ``LARGEST``) and the null mask, or None without nulls.
 
     :raises WrongType: text, floats and other types that are not whole numbers.
     """
@@ -114,9 +117,16 @@ def integers(array: pa.Array) -> tuple[Ints, Bools | None]:
         )
     mask = nulls(array) if array.null_count else None
     values = _numbers(array, 0)
-    if values.dtype == np.uint64 and values.size and values.max() > np.uint64(2**63 - 1):
-        values = np.minimum(values, np.uint64(2**63 - 1))
+    if values.dtype == np.uint64 and values.size and values.max() > LARGEST:
+        values = np.minimum(values, np.uint64(LARGEST))
     return values.astype(np.int64, copy=False), mask
+
+
+def keys(array: pa.Array) -> tuple[Ints, Bools | None]:
+    """As `integers`, but different numbers stay different: those above ``LARGEST`` come by their bits, as negative ones."""
+    if array.type != pa.uint64():
+        return integers(array)
+    return _numbers(array, 0).view(np.int64), nulls(array) if array.null_count else None
 
 
 def floats(array: pa.Array) -> tuple[NDArray[np.floating[Any]], Bools | None]:

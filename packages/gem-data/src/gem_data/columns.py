@@ -135,7 +135,8 @@ class Chunk:
         if row is not None:
             at = self.row_in_group(row)
             parts.append(f"row group {self.row_group}, row {at} (row {self.file.first_row(self.row_group) + at} of the file)")
-        parts.append(("column " if len(named) == 1 else "columns ") + ", ".join(map(repr, named)))
+        if named:
+            parts.append(("column " if len(named) == 1 else "columns ") + ", ".join(map(repr, named)))
         if feature:
             parts.append(f"features.{feature}")
         return ", ".join(parts)

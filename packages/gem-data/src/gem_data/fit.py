@@ -87,7 +87,11 @@ class _Words:
 
     def add(self, table: str, array: pa.Array, chunk: Chunk, path: str) -> None:
         if pa.types.is_integer(array.type):
-            array = array.cast(pa.int64())
+            try:
+                array = array.cast(pa.int64())
+            except pa.ArrowInvalid:
+                fix = "set hash = true instead of a vocabulary, or store the column as text"
+                chunk.fail(f"an id is larger than {arrow.LARGEST}, the largest of a vocabulary", fix, path, feature=path)
         elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type) or pa.types.is_string_view(array.type):
             array = array.cast(pa.large_string())
         elif not pa.types.is_null(array.type):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Items
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ _ID = re.compile(
     r"(^|_)(id|ids|code|type|category|cat|cate|brand|zip|gender|os|device|country|city|region|hour|day|weekday|position|slot)s?$"
 )
 _LONG_TEXT = 20
+_HASHES = 2**53
+"""Integers from here on are hashes, not amounts: a float64 does not tell them apart."""
 _UNITS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (0, "s"))
 
 
@@ -46,9 +49,11 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
     """The text of a configuration with ``[data]``, ``[features]`` and the group of AUCs for the Parquet file or folder ``path``.
 
     :param label: the label column, where its name does not tell.
-    :raises DataError: unreadable files, a ``label`` that is not there, or nothing that could be a label.
+    :raises DataError: unreadable files or no rows, a ``label`` that is not there or holds no numbers, nothing that could be a label.
     """
     files = find_files(path)
+    if not any(sum(f.rows) for f in files):
+        raise DataError("the files hold no rows", where=str(path), fix="check the path and how the files were written")
     proposal = _Proposal(files, profile(files, sample_rows), label)
     features = Features.model_validate(proposal.table())
     assert features.labels  # _find_labels
@@ -69,7 +74,8 @@ class _Proposal:
         self.left_out: dict[str, str] = {}
         self.top: dict[str, Any] = {}
         self.sections: list[tuple[str, dict[str, Any]]] = []
-        self._free = dict(self.columns)
+        self._free = {name: c for name, c in self.columns.items() if c.kind == "other" or c.nulls < len(c.sample)}
+        self.left_out |= dict.fromkeys(self.columns.keys() - self._free.keys(), "holds no value")
         self._shared: dict[str, int] = {}
         self.time: Column | None = None
         self.group: str | None = None
@@ -105,6 +111,12 @@ class _Proposal:
         where = files[0].path
         if asked is not None and asked not in self._free:
             raise DataError(f"there is no column {asked!r}", where=where, fix=f"--label must be one of {', '.join(self._free)}")
+        if asked is not None and (self._free[asked].depth or self._free[asked].kind not in ("int", "float", "bool")):
+            raise DataError(
+                f"the column {asked!r} has the type {self._free[asked].type}, a label is one number a row",
+                where=where,
+                fix="name a column of 0 and 1, or of graded numbers",
+            )
         binary = [c.name for c in self._free.values() if _binary(c)]
         first = asked or next((n for wanted in _LABELS for n in binary if n.lower() == wanted), None)
         second = next((n for wanted in _SECOND for n in binary if n.lower() == wanted and n != first), None)
@@ -223,7 +235,8 @@ class _Proposal:
                     field["default"] = 0
             else:
                 field |= _ids(column)
-            spec["fields"][_core(column.name)] = field
+            key = _core(column.name)
+            spec["fields"][column.name if key in spec["fields"] else key] = field
             zeros = column.kind == "int" and column.depth == 1 and first.size
             if zeros and bool((_values(column)[first] == 0).all()) and int((_values(column) == 0).sum()) == first.size:
                 spec["drop_first"] = 1
@@ -236,7 +249,9 @@ class _Proposal:
         found: list[tuple[str, dict[str, Any]]] = []
         for c in list(self._free.values()):
             self._take(c.name)
-            if c.depth == 1 and c.kind == "float" and c.width is not None and not c.nulls:
+            if c.depth == 1 and c.kind == "float" and c.infinite:
+                self.left_out[c.name] = "holds infinite numbers"
+            elif c.depth == 1 and c.kind == "float" and c.width is not None and not c.nulls:
                 found.append((f"{c.name}: vectors of {c.width} numbers", {"vectors": {c.name: {"dim": c.width}}}))
             elif c.depth == 1 and c.kind in ("int", "text", "bool"):
                 found.append((f"{c.name}: {c.quantiles()}", {"sparse": {c.name: {**_ids(c), "pooling": "mean"}}}))
@@ -277,6 +292,8 @@ def _splits(path: Path, files: list[DataFile], features: Features, proposal: _Pr
     stamps = times(column.sample, features.timestamp_unit)[0]
     name = column.name if column.name.isidentifier() else f'col("{column.name}")'
     cut = int(np.quantile(stamps, 0.9))
+    if cut <= stamps.min():  # nothing would be left to train on
+        return {"train": [whole], "eval": [whole]}
     value = str(cut) if column.kind == "int" else repr(str(pa.scalar(cut, pa.timestamp(features.timestamp_unit)).as_py()))
     return {"train": [whole], "eval": [whole], "train_filter": f"{name} < {value}", "eval_filter": f"{name} >= {value}"}
 
@@ -303,6 +320,8 @@ def _unit(c: Column) -> str:
 
 
 def _id_like(c: Column) -> bool:
+    if max(abs(c.low or 0), abs(c.high or 0)) >= _HASHES:
+        return True
     if c.low is not None and c.low < 0:
         return False
     if _ID.search(c.name.lower()) or c.distinct <= min(1000, max(20, c.rows // 10)):
@@ -327,6 +346,8 @@ def _dense(c: Column) -> dict[str, Any]:
 
 
 def _scale(c: Column) -> dict[str, Any]:
+    if c.infinite:
+        return {"clip": [c.low or 0.0, c.high or 0.0], **_scale(replace(c, infinite=False))}
     if c.low is not None and c.low >= 0 and c.mean and c.high > 50 * c.mean:
         return {"transform": "log1p"}
     return {"mean": round(c.mean, 6), "std": round(c.std, 6)} if c.std > 1e-6 else {}

@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gem_core.errors import DataError
 from gem_data import arrow
 from gem_data.arrow import Ints, is_list
-from gem_data.columns import Chunk
+from gem_data.columns import Chunk, locate
 from gem_data.files import DataFile, Reader
 
 
@@ -19,8 +20,9 @@ from gem_data.files import DataFile, Reader
 class Column:
     """``kind``: "int", "float", "text", "bool", "time", "other"; ``depth`` 0: one value a row, 1: a list, 2: lists in a list.
 
-    ``low``, ``high``: of numbers, over all rows; ``distinct``, ``nulls``, ``mean``, ``std``, ``lengths``, ``width`` of the sample
-    (``width``: the one length that all lists have, else None). ``sample``: the values, for what else may be asked.
+    ``low``, ``high``: of finite numbers, over all rows; ``distinct``, ``nulls``, ``mean``, ``std``, ``lengths``, ``width``, ``infinite``
+    of the sample (``width``: the one length that all lists have, else None; ``infinite``: some numbers are). ``sample``: the values, for
+    what else may be asked.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Column:
     mean: float = 0.0
     std: float = 1.0
     width: int | None = None
+    infinite: bool = False
     offsets: Ints | None = None
     sample: pa.Array = field(default_factory=lambda: pa.array([]))
 
@@ -53,7 +56,13 @@ class Column:
 
 
 def profile(files: list[DataFile], sample_rows: int) -> list[Column]:
-    """Every column of the first file, over all files."""
+    """Every column of the first file, over all files.
+
+    :raises DataError: two columns of one name, a column that is missing in a later file or has another kind of type there.
+    """
+    for file in files:
+        for name in file.schema.names:
+            locate(file, name)
     reader = Reader()
     chunks = _sample(files, reader, sample_rows)
     columns = []
@@ -83,9 +92,8 @@ def _sample(files: list[DataFile], reader: Reader, rows: int) -> list[Chunk]:
 
 
 def _describe(name: str, chunks: list[Chunk]) -> Column:
-    parts = [c.array(name) for c in chunks]
-    column = Column(name, "other", 0, parts[0].type, rows=sum(c.size for c in chunks))
-    items = parts
+    items = _alike(name, [(c, c.array(name)) for c in chunks])
+    column = Column(name, "other", 0, items[0].type, rows=sum(c.size for c in chunks))
     while is_list(items[0].type) and column.depth < 2:
         found = [arrow.lists(p) for p in items]
         if column.depth == 0:
@@ -93,12 +101,9 @@ def _describe(name: str, chunks: list[Chunk]) -> Column:
             column.offsets = np.concatenate([[0], *(f.offsets[1:] + e for f, e in zip(found, ends))])
         lengths = np.concatenate([f.lengths for f in found])
         column.width = int(lengths[0]) if lengths.size and (lengths == lengths[0]).all() and lengths[0] else None
-        items = [f.values for f in found]
+        items = _alike(name, [(c, f.values) for c, f in zip(chunks, found)])
         column.depth += 1
-    kind = items[0].type
-    column.kind = _kind(kind)
-    if any(p.type != kind for p in items):
-        items = [p.cast(pa.int64() if column.kind == "int" else pa.float64()) for p in items]
+    column.kind = _kind(items[0].type)
     values = pa.concat_arrays(items)
     column.sample = values
     column.nulls = values.null_count
@@ -107,12 +112,51 @@ def _describe(name: str, chunks: list[Chunk]) -> Column:
     column.distinct = int(pc.count_distinct(values).as_py())
     if column.kind in ("int", "float"):
         numbers, missing = arrow.floats(values)
+        column.infinite = bool(np.isinf(numbers).any())
         numbers = numbers[np.isfinite(numbers)] if missing is None else numbers[~missing & np.isfinite(numbers)]
         column.nulls = values.null_count if missing is None else int(missing.sum())
         if numbers.size:
             column.low, column.high = numbers.min().item(), numbers.max().item()
             column.mean, column.std = float(numbers.mean(dtype=np.float64)), float(numbers.std(dtype=np.float64))
     return column
+
+
+def _alike(name: str, parts: list[tuple[Chunk, pa.Array]]) -> list[pa.Array]:
+    """The arrays in one type (lists as they are): files may hold other widths of numbers or text, or no value at all (type null).
+
+    :raises DataError: two files hold different kinds of things.
+    """
+    filled = [(chunk, array.type) for chunk, array in parts if not pa.types.is_null(array.type)]
+    if not filled:
+        return [array for _, array in parts]
+    types = {kind for _, kind in filled}
+    if len(types) == 1:
+        want = filled[0][1]
+    elif all(map(is_list, types)):
+        return [array.cast(filled[0][1]) if pa.types.is_null(array.type) else array for _, array in parts]
+    else:
+        want = _wide(types)
+    try:
+        if want is not None:
+            return [array if array.type == want else array.cast(want) for _, array in parts]
+    except pa.ArrowException:
+        want = None
+    (first, one), *others = filled
+    chunk, other = next((c, kind) for c, kind in others if kind != one)
+    raise DataError(
+        f"the column {name!r} has the type {one} in {first.file.path} and {other} in another file",
+        where=chunk.file.path,
+        fix="write all files with one type, or look at them apart",
+    )
+
+
+def _wide(types: set[pa.DataType]) -> pa.DataType | None:
+    """The type that holds values of all ``types``; None if they are of different kinds."""
+    kinds = {_kind(kind) for kind in types}
+    if kinds == {"text"}:
+        return pa.large_string() if all(pa.types.is_string(t) or pa.types.is_large_string(t) for t in types) else pa.large_binary()
+    wide = {("int",): pa.int64(), ("float",): pa.float64(), ("float", "int"): pa.float64(), ("time",): pa.timestamp("ns")}
+    return wide.get(tuple(sorted(kinds)))
 
 
 def _kind(kind: pa.DataType) -> str:

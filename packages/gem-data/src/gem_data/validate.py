@@ -30,6 +30,8 @@ DISTINCT_LIMIT = 5_000_000
 """Distinct values of a column are counted exactly up to here."""
 _SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DAY = 86_400
+_LATEST = 7_258_118_400
+"""Seconds until 2200: a time after it was written in a finer unit than the declared one."""
 
 
 @dataclass
@@ -120,6 +122,7 @@ class _Validator:
                 }
                 self._look(chunk, blocks)
         self._duplicates()
+        self._labels_as_features()
         report.violations = sorted(self.found.values(), key=lambda v: -v.count)
         report.columns = list(self.columns.values())
         report.label_rates = {task: {d: (s, int(n)) for d, (s, n) in sorted(days.items())} for task, days in self.days.items() if days}
@@ -134,7 +137,7 @@ class _Validator:
             self._note(name, _kind_of(error.what), 1, f"{error.what} ({error.where})")
             return None
         for kind, rows in _grouped(own.reasons).items():
-            self._note(name, kind, len(rows), f"{own.reasons[rows[0]]} ({own.where('-', rows[0])})")
+            self._note(name, kind, len(rows), f"{own.reasons[rows[0]]} ({own.where((), rows[0])})")
         return block
 
     def _note(self, feature: str, what: str, count: int, example: str) -> None:
@@ -144,6 +147,8 @@ class _Validator:
     def _look(self, chunk: Chunk, blocks: dict[str, Block]) -> None:
         f = self.features
         times = blocks["timestamp"].fixed["timestamps"] if "timestamp" in blocks else None
+        if times is not None:
+            self._in_the_unit(chunk, "timestamp", "timestamp_unit", f.timestamp_unit, times, np.arange(chunk.size))
         for name in (*f.dense, *f.sparse):
             spec = f.dense.get(name) or f.sparse[name]
             if getattr(spec, "cross", None) is None:
@@ -188,16 +193,40 @@ class _Validator:
             return
         stamps = bag.array(TIMES)
         row = np.repeat(np.arange(chunk.size), np.diff(bag.offsets))
+        self._in_the_unit(chunk, f"sequences.{name}", "time_unit", spec.time_unit, stamps, row)
         falls = np.flatnonzero((np.diff(stamps) < 0) & (row[1:] == row[:-1])) + 1
         if falls.size:
             rows = np.unique(row[falls])
             self._note(f"sequences.{name}", "the times of a history decrease", rows.size, chunk.where(spec.timestamps, int(rows[0])))
         if times is not None:
-            late = stamps * (10**9 // _SECONDS[spec.time_unit]) > times[row] * (10**9 // _SECONDS[self.features.timestamp_unit])
+            have, want = _SECONDS[spec.time_unit], _SECONDS[self.features.timestamp_unit]
+            # Each side divided, never multiplied: nanoseconds of a wrong unit do not fit 64 bits.
+            late = -(-stamps // (have // want)) > times[row] if have >= want else stamps > times[row] // (want // have)
             if late.any():
                 rows = np.unique(row[late])
                 what = "a history holds events later than its sample (a leak of the future)"
                 self._note(f"sequences.{name}", what, rows.size, chunk.where(spec.timestamps, int(rows[0])))
+
+    def _in_the_unit(self, chunk: Chunk, feature: str, key: str, unit: str, stamps: NDArray[np.int64], row: NDArray[np.int64]) -> None:
+        """``stamps`` of the rows ``row``, both ``[N]``: none may lie so late that another unit is meant."""
+        late = stamps > _LATEST * _SECONDS[unit]
+        if late.any():
+            value = int(stamps[late].max())
+            meant = next((u for u, n in _SECONDS.items() if value <= _LATEST * n), "ns")
+            rows = np.unique(row[late])
+            what = f'times lie after the year 2200: {key} = "{unit}" and "{meant}" seems meant'
+            self._note(feature, what, rows.size, f"{value}, {chunk.where((), int(rows[0]))}")
+
+    def _labels_as_features(self) -> None:
+        """A feature that reads a label's column shows the model what it is to predict."""
+        f = self.features
+        tasks = {spec.column or name: name for name, spec in f.labels.items()}
+        for kind in ("dense", "vectors", "sparse"):
+            for name, spec in getattr(f, kind).items():
+                for column in getattr(spec, "cross", None) or (spec.column or name,):
+                    if column in tasks:
+                        what = f"the feature reads the column of the label {tasks[column]}, which is not known when a prediction is made"
+                        self._note(f"{kind}.{name}", what, self.report.rows, f"column {column!r}")
 
     def _duplicates(self) -> None:
         if self.sample_ids:
@@ -235,9 +264,11 @@ def _parts(features: Features) -> dict[str, Features]:
             gaps = any(field.get("gap") == "sample" for field in spec.get("fields", {}).values())
             more = _shared(whole) | ({"timestamp": whole["timestamp"]} if gaps else {})
             parts[f"{kind}.{name}"] = Features.model_validate({"tables": whole.get("tables", {}), kind: {name: spec}, **more})
-    for key in ("timestamp", "weight", "sample_id"):
+    for key in ("timestamp", "weight", "sample_id", "request"):
         if whole.get(key) is not None:
             parts[key] = Features.model_validate({key: whole[key], **_shared(whole)})
+    for name in whole.get("columns", ()):
+        parts[f"columns.{name}"] = Features.model_validate({"columns": [name], **_shared(whole)})
     return parts
 
 

@@ -60,6 +60,8 @@ class Site:
     def settle(self, bad: Bools, policy: Policy, what: Callable[[int], str], fix: str) -> None:
         """Unusable values under ``error`` (also under clip and default, which cannot mend these) or ``quarantine``."""
         positions = np.flatnonzero(bad)
+        if not positions.size:
+            return
         if policy != "quarantine":
             self.fail(what(int(positions[0])), fix, int(positions[0]))
         for position, row in zip(positions.tolist(), self.row_of(positions).tolist()):
@@ -166,13 +168,20 @@ def _in_table(site: Site, values: Ints, missing: Bools | None, spec: Ids, rows: 
         assert spec.default is not None  # decode._check_ids
         return np.where(bad, spec.default, values)
     largest = int(values.max())
-    fix = f'rows = {largest + 1} fits this row group; or hash = true; or policy = "clip", "default" or "quarantine"'
+    fix = 'hash = true; or policy = "clip", "default" or "quarantine"'
     if int(values.min()) < 0:
-        fix = 'store ids from 0 up; or hash = true; or policy = "clip", "default" or "quarantine"'
+        fix = f"store ids from 0 up; or {fix}"
+    elif largest < 2**31:
+        fix = f"rows = {largest + 1} fits this row group; or {fix}"
+    else:
+        fix = f"set {fix}"
 
     def what(position: int) -> str:
         value = int(values[position])
-        return f"the id {value} is negative" if value < 0 else f"the id {value} does not fit its table of {rows} rows (0 to {rows - 1})"
+        if value < 0:
+            return f"the id {value} is negative"
+        shown = str(value) if value < arrow.LARGEST else f"{value} or more"
+        return f"the id {shown} does not fit its table of {rows} rows (0 to {rows - 1})"
 
     site.settle(bad, spec.policy, what, fix)
     return np.where(bad, 0, values)
@@ -276,14 +285,15 @@ def complete(site: Site, found: tuple[Array, Bools | None], what: str) -> Array:
 
 
 def carried(site: Site, array: pa.Array) -> Array:
-    """A column for group metrics and slices ``[n]``: int64, float64 or bool; text and bytes by their hash; times as stored."""
+    """A column for group metrics and slices ``[n]``: int64 (unsigned numbers by their bits), float64 or bool; text and bytes by their
+    hash; times as stored."""
     kind = array.type
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return np.asarray(site.read(arrow.floats, array)[0], dtype=np.float64)
     if pa.types.is_boolean(kind):
         values, missing = site.read(arrow.booleans, array)
     elif pa.types.is_integer(kind):
-        values, missing = site.read(arrow.integers, array)
+        values, missing = site.read(arrow.keys, array)
     elif pa.types.is_temporal(kind):
         values, missing = site.read(arrow.times, array, kind.unit if pa.types.is_timestamp(kind) else "s")
     else:
@@ -293,9 +303,9 @@ def carried(site: Site, array: pa.Array) -> Array:
 
 
 def sample_ids(site: Site, array: pa.Array) -> Array:
-    """int64 ``[n]``, or text as an object array."""
+    """int64 ``[n]`` (unsigned numbers by their bits), or text as an object array."""
     if pa.types.is_integer(array.type):
-        return complete(site, site.read(arrow.integers, array), "a sample id")
+        return complete(site, site.read(arrow.keys, array), "a sample id")
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
         site.chunk.wrong_type(
             site.column, WrongType(array.type, "integers or text", "use an integer or text column as sample_id"), site.feature

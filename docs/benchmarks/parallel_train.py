@@ -8,7 +8,8 @@ and written as soon as it is known, and a row that fails is recorded with its er
 
 captured  rows of the ladder ``scaling`` of `gemrec bench train` whose steps are replayed (``--preset``)
 equal     losses of the same global batches in the same order, bf16 over 200 steps (``--preset-equal``)
-copies    FSDP with NCCL's gathers and with the copy engine's in turn: steps, and whether losses are the same bit for bit
+copies    FSDP with NCCL's gathers and with the copy engine's, both built at once and given the same batches, in turn: steps, and whether
+          losses are the same bit for bit
 speed     the other rows of the ladder
 exact     like equal, in fp32 with the reference kernels over 20 steps, every arrangement (``--preset-exact``)
 ne        held-out NE of the arrangements on the planted log, against that of the first one
@@ -22,6 +23,7 @@ import faulthandler
 import gc
 import json
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +58,7 @@ EXACT = 20
 """Steps of `exact`."""
 EXACTLY = ["precision.recipe=fp32", "kernels.default=reference", 'model.interaction.experts=["wukong","wukong"]']
 """Nothing to compile, and experts that two processes can share."""
-BATCHES = {"equal": 256, "exact": 64}
+BATCHES = {"equal": 256, "exact": 32}
 """Samples of a global batch; the reference kernels take sample after sample."""
 
 
@@ -119,12 +121,8 @@ class Run:
             if self.rank == 0:
                 if self.args.after is not None:
                     self.wait()
-                singles = (
-                    ("captured", True, self.args.batch),
-                    ("copies", False, self.args.batch_copies),
-                    ("speed", False, self.args.batch),
-                )
-                for part, captured, batch in (*singles, ("host", False, 8)):
+                singles = (("captured", True, self.args.batch), ("speed", False, self.args.batch), ("host", False, 8))
+                for part, captured, batch in singles:
                     for row in self.ladder_rows(captured=captured, gpus=1) if part in parts else ():
                         self.keep(part, self.attempt(lambda row=row, batch=batch: self.timed(row, batch), row))
                         _clean()
@@ -157,10 +155,14 @@ class Run:
         return [*how, "train.optimizer.lr=0.0001", *self.args.overrides, *single]
 
     def equal(self) -> None:
-        self._equal("equal", arrangements(self.world, self.low, self.cuda)[:1])
+        self._equal("equal", self.wanted(self.low)[:1])
 
     def exact(self) -> None:
-        self._equal("exact", arrangements(self.world, "fp32", self.cuda))
+        self._equal("exact", self.wanted("fp32"))
+
+    def wanted(self, gathered: str) -> list[Row]:
+        every = arrangements(self.world, gathered, self.cuda)
+        return [row for row in every if not self.args.arrangement or row.name in self.args.arrangement]
 
     def _equal(self, part: str, rows: Sequence[Row]) -> None:
         want = self.references[part]
@@ -176,24 +178,54 @@ class Run:
             self.each(part, run, row)
 
     def copies(self) -> None:
-        """Each way twice, in turn: what two runs of one way differ by is not the other way's doing."""
         names = [f"{self.world}: tables 1D", f"{self.world}: tables 1D, copy engine"]
-        rows = {row.name: row for row in self.ladder_rows(captured=False, gpus=self.world)}
-        for row in [rows[name] for name in names if name in rows] * 2:
-            self.each("copies", lambda row=row: self.timed(row, self.args.batch_copies), row)  # type: ignore[misc]
-        done = [r for r in self.found["copies"] if "error" not in r and r["gpus"] > 1]
-        for a, b in ((0, 1), (0, 2), (1, 3), (2, 3)):
-            if b < len(done) and not self.rank:
-                same = [x == y for x, y in zip(done[a]["losses"], done[b]["losses"], strict=True)]
-                ratio = done[b]["step_ms"] / done[a]["step_ms"]
-                self.say(f"copies: {done[a]['row']!r} and {done[b]['row']!r}: {sum(same)} of {len(same)} losses the same, {ratio:.4f} x")
+        rows = [row for name in names for row in self.ladder_rows(captured=False, gpus=self.world) if row.name == name]
+        if len(rows) == len(names):
+            self.each("copies", lambda: self.in_turn(rows, self.args.batch_copies), Row(" and ".join(names), (), gpus=self.world))
+
+    def in_turn(self, rows: Sequence[Row], batch: int) -> dict[str, Any]:
+        """Windows of steps of every row, in turn and on the same batches: what changes with time on a machine changes for all."""
+        path, steps, window = self.config(self.args.preset, "random"), self.args.steps_eager, self.args.warmup_eager
+        every = [resolve(load_config(path, [*self.speed_settings(batch), *row.overrides])) for row in rows]
+        config = every[0].config
+        times: list[list[float]] = [[] for _ in rows]
+        found: list[list[float]] = [[] for _ in rows]
+        with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
+            ways = [(TrainStep(p, r.config, rt, Meter(rt.device, peak("", {"fp32"}))), p) for r in every for p in [build_parts(r, rt)]]
+            source = iter(build_source(every[0], "train", rt))
+            feds = [Fed(b, b.to(rt.device), float(batch_total(b)), b.tokens, None, {}) for b in (next(source) for _ in range(window))]
+            for step, parts in ways:
+                step.set_lr(1.0)
+                parts.module.train()
+            for turn in range(-1, steps):
+                for way in range(len(rows)) if turn % 2 else reversed(range(len(rows))):
+                    step, outcomes = ways[way][0], Outcomes(rt.device)
+                    rt.count([True])
+                    begin = self._now(rt.device)
+                    for i, (fed, following) in enumerate(zip(feds, [*feds[1:], None])):
+                        outcomes.push(i, step([fed], False, following if step.looks_ahead else None), [fed])
+                    found[way] += [o.loss / o.weight for o in outcomes.ready(all=True)]
+                    if turn >= 0:
+                        times[way].append((self._now(rt.device) - begin) / window * 1e3)
+        told = [{"row": r.name, "step_ms": statistics.median(t), "windows_ms": t} for r, t in zip(rows, times)]
+        ratios = sorted(b / a for a, b in zip(times[0], times[-1]))
+        return {
+            "batch_size": batch, "steps_a_window": window, "ways": told, "ratio": statistics.median(ratios), "ratios": ratios,
+            "losses_same": sum(a == b for a, b in zip(found[0], found[-1])), "losses": found,
+        }  # fmt: skip
+
+    @staticmethod
+    def _now(device: torch.device) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
 
     def ne(self) -> None:
         steps, batch = self.args.steps_ne, self.args.batch_ne
         config = self.config(self.args.preset_equal, "synthetic")
         given = [f"data.synthetic.rows={batch * self.world * steps}", f"data.synthetic.eval_rows={self.args.eval_rows}"]
         given += [f"data.batch_size={batch}", f"train.steps={steps}", "train.tensorboard=false", *self.args.overrides]
-        for row in arrangements(self.world, "fp32", self.cuda):
+        for row in self.wanted("fp32"):
             if row.name in ("1D: FSDP", "EP 2"):
                 continue
 
@@ -260,7 +292,7 @@ class Run:
         self.found[part].append(record)
         if self.rank:
             return
-        ladder_like = part in ("captured", "speed", "copies", "host")
+        ladder_like = part in ("captured", "speed", "host")
         if ladder_like and "error" not in record:
             singles = [r for r in self.found[part] if r["gpus"] == 1 and "error" not in r]
             if singles and record["gpus"] > 1:
@@ -269,7 +301,7 @@ class Run:
         else:
             told = {k: v for k, v in record.items() if k not in ("losses", "one GPU", "overrides")}
             self.say(f"{part}: {told}")
-        name = f"train-{self.args.preset}-{part}" if ladder_like else f"parallel-{part}"
+        name = f"train-{self.args.preset}-{part}" if ladder_like or part == "copies" else f"parallel-{part}"
         data: Any = {"environment": environment(torch.device("cuda", 0) if self.cuda else torch.device("cpu")), "rows": self.found[part]}
         if ladder_like:
             data = {"ladder": "scaling", "overrides": self.speed_settings(record.get("batch_size", self.args.batch)), **data}
@@ -336,13 +368,14 @@ def main() -> None:
     parser.add_argument("--batch-copies", type=int, default=1536, help="of copies: so many that the device bounds a step, not the host")
     parser.add_argument("--steps", type=int, default=20, help="of captured rows")
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps-eager", type=int, default=10, help="of the other rows")
-    parser.add_argument("--warmup-eager", type=int, default=4)
+    parser.add_argument("--steps-eager", type=int, default=10, help="of the other rows; of copies: windows")
+    parser.add_argument("--warmup-eager", type=int, default=4, help="of copies: steps of a window")
     parser.add_argument("--steps-equal", type=int, default=200, help="at most")
     parser.add_argument("--steps-ne", type=int, default=300)
     parser.add_argument("--batch-ne", type=int, default=256, help="samples a GPU, of ne")
     parser.add_argument("--eval-rows", type=int, default=100_000)
     parser.add_argument("--row", action="append", default=[], help="of the ladder: only this one; may be repeated")
+    parser.add_argument("--arrangement", action="append", default=[], help="of equal, exact and ne: only this one; may be repeated")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--profile", action="store_true", help="times of communication, from three more steps")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no row is begun")

@@ -31,16 +31,22 @@ WAIT_S = 30
 def rows(config: Config, devices: int) -> Sequence[Row]:
     """One process alone, then 2, 4, ... up to ``devices``; of those in between only the first two arrangements."""
     cuda = torch.cuda.is_available() and config.run.device != "cpu"
-    found = [Row("1", ("parallel.sparse=fbgemm",)), Row("1, captured", ("parallel.sparse=fbgemm", CAPTURED))] if cuda else [Row("1")]
+    alone = ("parallel.sparse=fbgemm", f"parallel.fbgemm.output={_low(config)}")
+    found = [Row("1", alone), Row("1, captured", (*alone, CAPTURED))] if cuda else [Row("1")]
     sizes = [n for n in (2, 4, 8, 16) if n <= devices]
     for n in sizes:
         found += _arrangements(config, n, cuda)[: None if n == sizes[-1] else 2]
     return found
 
 
+def _low(config: Config) -> str:
+    """What travels in the precision of the products: rows of tables, and layers that are gathered."""
+    return "fp32" if config.precision.recipe == "fp32" else "bf16"
+
+
 def _arrangements(config: Config, n: int, cuda: bool) -> list[Row]:
     half = n // 2
-    gathered = "fp32" if config.precision.recipe == "fp32" else "bf16"
+    gathered = _low(config)
     wait = f"parallel.timeout_s={WAIT_S}"
 
     def dense(name: str, **axes: int) -> tuple[str, ...]:
@@ -48,10 +54,11 @@ def _arrangements(config: Config, n: int, cuda: bool) -> list[Row]:
         return (wait, f"parallel.dense={name}", f"parallel.{name}.param_dtype={gathered}", *given)
 
     flat, replicas = dense("fsdp"), dense("hsdp", replicate=2)
-    one_d = ("parallel.sparse=torchrec" if cuda else "parallel.sparse=gem-2d", f"parallel.model={n}")
+    own = ("parallel.sparse=gem-2d", f"parallel.gem-2d.output={gathered}")
+    one_d = (*(("parallel.sparse=torchrec",) if cuda else own), f"parallel.model={n}")
     two = (f"parallel.model={half}", "parallel.replica=2")
     torchrec = ("parallel.sparse=torchrec-2d", *two)
-    whole = ("parallel.sparse=gem-2d", *two)
+    whole = (*own, *two)
     copies = ("parallel.fsdp.collective=copy-engine",)
     replicate = (wait, "parallel.dense=ddp")
     touched = (*whole, "parallel.gem-2d.exchange=touched")

@@ -21,13 +21,13 @@ from gem_kernels.eager.plan import Masking, Plan, Samples, Shape, make_plan
 LENGTH = st.sampled_from([0, 1, 7, 8, 63, 64, 65, 200])
 
 
-def plan_of(lq: list[int], lk: list[int], masking: Masking, heads: int = 2, **more: Any) -> Plan:
+def plan_of(lq: list[int], lk: list[int], masking: Masking, heads: int = 2, device: str = "cpu", **more: Any) -> Plan:
     q, k = np.array(lq, dtype=np.int64), np.array(lk, dtype=np.int64)
     q_start, k_start = q.cumsum() - q, k.cumsum() - k
     samples = Samples(q_start, q_start, k_start, q, k, **{n: np.array(v, dtype=np.int64) for n, v in more.items()})
     return make_plan(
         samples, Shape(heads, heads), masking, out_rows=sum(lq), key_rows=sum(lk), shared_keys=False, shared_q=False,
-        device=torch.device("cpu"),
+        device=torch.device(device),
     )  # fmt: skip
 
 
@@ -72,6 +72,15 @@ def test_batches_are_bounded_even_for_one_long_sample() -> None:
         plan = plan_of([30_000], [30_000], masking, heads=4)
         assert max(g.n * g.rows * g.keys * 4 for g in plan.groups) <= max(planning.BATCH_ELEMENTS, 16 * 4 * 30_000)
     assert sum(g.n * g.rows * g.keys for g in plan.groups) < 30_000 * 200, "a window needs no more keys than it shows"
+
+
+def test_batches_of_a_device_are_larger_and_bounded() -> None:
+    """Samples padded to one length, as a batch has them, are a few products there, not a hundred each."""
+    plan = plan_of([4096] * 8, [4096] * 8, Masking(), heads=4, device="meta")
+    assert [(g.n, g.rows, g.keys) for g in plan.groups] == [(4, 4096, 4096)] * 2
+    assert len(plan_of([4096], [4096], Masking(), heads=4).groups) == 256
+    lengths = bench.lengths(512, 50.0).tolist()
+    assert len(plan_of(lengths, lengths, Masking(), heads=4, device="meta").groups) < 5
 
 
 def test_padding_is_modest() -> None:

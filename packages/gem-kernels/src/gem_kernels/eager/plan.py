@@ -31,6 +31,9 @@ GROUP_COST = 60_000
 BATCH_ELEMENTS = 1 << 18
 """Score elements of one batch: what stays in cache and bounds the memory in use."""
 
+DEVICE_ELEMENTS, DEVICE_COST = 1 << 28, 1 << 24
+"""Both on a device, where nothing stays in cache and it is launches that cost."""
+
 CHUNK_ROWS = 64
 """Rows of a chunk where a mask hides keys; half of that in a narrow window."""
 
@@ -163,16 +166,17 @@ def make_plan(
     by_shift: bool = False,
 ) -> Plan:
     """Cut the samples into items, group these and build the index tensors. ``by_shift``: groups of one relative position only."""
-    items = cut(samples, shape, masking)
+    elements, cost = (BATCH_ELEMENTS, GROUP_COST) if device.type == "cpu" else (DEVICE_ELEMENTS, DEVICE_COST)
+    items = cut(samples, shape, masking, elements)
     groups: list[Group] = []
     places = key_places = pairs = 0
     out_inverse = _Inverse(out_rows)
     unique_keys = not shared_keys and len(np.unique(items.sample)) == len(items)
     k_inverse = _Inverse(key_rows) if unique_keys else None
-    for index in _group(items, samples, shape, by_shift):
+    for index in _group(items, samples, shape, cost, by_shift):
         members = items.take(index)
         rows, keys = int(members.rows.max()), int(members.keys.max())
-        step = max(1, BATCH_ELEMENTS // (shape.heads * rows * keys))
+        step = max(1, elements // (shape.heads * rows * keys))
         for at in range(0, len(members), step):
             part = members.take(np.arange(at, min(at + step, len(members))))
             q_rows, row_ok = _places(samples.q_start[part.sample] + part.row0, part.rows, rows)
@@ -201,7 +205,7 @@ def make_plan(
             places += q_index.size
             key_places += k_index.size
             pairs += len(part) * rows * keys
-    if pairs > 64 * BATCH_ELEMENTS:
+    if pairs > (64 * elements if device.type == "cpu" else 4 * elements):
         for group in groups:
             group.keep_mask = False
     return Plan(
@@ -216,9 +220,9 @@ def make_plan(
     )
 
 
-def cut(samples: Samples, shape: Shape, masking: Masking) -> Items:
-    """Items of all samples; those without rows or without visible keys are left out."""
-    limit = np.maximum(16, BATCH_ELEMENTS // np.maximum(1, shape.heads * samples.lk))
+def cut(samples: Samples, shape: Shape, masking: Masking, elements: int) -> Items:
+    """Items of all samples, of at most ``elements`` scores; those without rows or without visible keys are left out."""
+    limit = np.maximum(16, elements // np.maximum(1, shape.heads * samples.lk))
     size = np.minimum(limit, masking.chunk_rows) if masking.banded else limit
     count = np.where((samples.lq > 0) & (samples.lk > 0), -(-samples.lq // size), 0)
     sample = np.repeat(np.arange(len(count)), count)
@@ -257,17 +261,17 @@ def _see(items: Items, samples: Samples, masking: Masking) -> Items:
     return Items(s, items.row0, items.rows, low, high - low).take(np.flatnonzero(high > low))
 
 
-def _group(items: Items, samples: Samples, shape: Shape, by_shift: bool) -> list[np.ndarray]:
+def _group(items: Items, samples: Samples, shape: Shape, cost: int, by_shift: bool) -> list[np.ndarray]:
     if len(items) == 0:
         return []
     if not by_shift:
-        return _group_by_shape(np.arange(len(items)), items, shape)
+        return _group_by_shape(np.arange(len(items)), items, shape, cost)
     shift = _shifts(samples, items)
-    return [g for value in np.unique(shift) for g in _group_by_shape(np.flatnonzero(shift == value), items, shape)]
+    return [g for value in np.unique(shift) for g in _group_by_shape(np.flatnonzero(shift == value), items, shape, cost)]
 
 
-def _group_by_shape(index: np.ndarray, items: Items, shape: Shape) -> list[np.ndarray]:
-    """Partition ``index`` so that padded work plus GROUP_COST a group is least among runs of the items sorted by shape."""
+def _group_by_shape(index: np.ndarray, items: Items, shape: Shape, group_cost: int) -> list[np.ndarray]:
+    """Partition ``index`` so that padded work plus ``group_cost`` a group is least among runs of the items sorted by shape."""
     rows, keys = items.rows[index], items.keys[index]
     for grain in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 40):
         code = -(-keys // grain) * (1 << 32) + -(-rows // grain)
@@ -288,7 +292,7 @@ def _group_by_shape(index: np.ndarray, items: Items, shape: Shape) -> list[np.nd
         r = np.maximum.accumulate(max_rows[j::-1])[::-1]
         k = np.maximum.accumulate(max_keys[j::-1])[::-1]
         n = count[j::-1].cumsum()[::-1]
-        cost = best[: j + 1] + GROUP_COST + n * (shape.heads * (r * k + 16 * (r + k)))
+        cost = best[: j + 1] + group_cost + n * (shape.heads * (r * k + 16 * (r + k)))
         cut_at[j + 1] = cost.argmin()
         best[j + 1] = cost.min()
     rank = np.empty(m, dtype=np.int64)

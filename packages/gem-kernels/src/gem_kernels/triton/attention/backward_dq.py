@@ -10,6 +10,7 @@ A candidate's own pair was differentiated row by row beforehand (`rows`); its dS
 
 EMIT: all query rows of a sample fit one tile, so the program also has everything for dV = Pᵀ dO and dK = dSᵀ Q of each key block and writes
 them: five products, no second kernel ("q_resident"). Its list has one tile for every sample, so that keys without queries get their zeros.
+Into ``dk_sums`` and ``dv_sums`` ``[batch, H · D]`` fp32, if given, go the column sums of each sample.
 
 BROADCAST: one Q for all samples. Program p serves one (head, row block) throughout, adds up dQ over its samples in registers and writes one
 partial sum, ``dq [partials, Lq, H, D]`` in fp32; the caller adds the partials.
@@ -32,7 +33,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["batch", "q_len", "rows", "k_rows", "left", "right", "radius", "edges"])
 def attention_bwd_dq_kernel(
-    q, k, v, out, dout, lse, delta, dq, dk, dv,
+    q, k, v, out, dout, lse, delta, dq, dk, dv, dk_sums, dv_sums,
     q_offsets, k_offsets, num_targets, ds_own, target_k, context_len, kv_index,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
     tiles, tile_count,
@@ -49,6 +50,7 @@ def attention_bwd_dq_kernel(
     TARGETS: tl.constexpr = num_targets is not None
     CONTEXT: tl.constexpr = context_len is not None
     BROADCAST: tl.constexpr = q_offsets is None
+    SUMS: tl.constexpr = dk_sums is not None
     BIAS: tl.constexpr = (bias_position is not None) or (bias_time is not None)
     pid = tl.program_id(0)
     row_blocks = tl.zeros([], tl.int32) + 1
@@ -97,6 +99,10 @@ def attention_bwd_dq_kernel(
             act_id = tl.load(act_ids + head)
         tq, tq_low, tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
 
+        if SUMS:
+            dk_sum = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+            dv_sum = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
+
         for x in tl.range(0, blocks):
             n0 = key_block(x, walk_head, walk_first, CONTEXT) * BLOCK_N
             k_tile = load_rows(k, k_row, n0, h, kv_head, stride_kn, stride_kh, BLOCK_N, D, D_PAD, TMA)
@@ -134,6 +140,14 @@ def attention_bwd_dq_kernel(
                 store_rows(dv, k_row, n0, h, kv_head, stride_dvn, stride_dvh, dv_tile, BLOCK_N, DV, DV_PAD)
                 dk_tile = tl.dot(tl.trans(ds16), q_tile, input_precision=PRECISION) * ds_scale
                 store_rows(dk, k_row, n0, h, kv_head, stride_dkn, stride_dkh, dk_tile, BLOCK_N, D, D_PAD)
+                if SUMS:
+                    dk_sum += tl.where((j < h)[:, None], dk_tile, 0.0)
+                    dv_sum += tl.where((j < h)[:, None], dv_tile, 0.0)
+        if SUMS:
+            column = tl.arange(0, D_PAD)
+            to = (sample.to(tl.int64) * H + head) * D + column
+            tl.store(dk_sums + to, tl.sum(dk_sum, 0), column < D)
+            tl.store(dv_sums + to, tl.sum(dv_sum, 0), column < D)
 
         if TARGETS:
             if m1 > lq - t:

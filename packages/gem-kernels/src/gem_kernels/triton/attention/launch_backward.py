@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gem_core.ops import siblings
 from gem_core.ops.contract import YES, Problem, Supported, no
-from gem_kernels.triton.attention import candidates
+from gem_kernels.triton.attention import candidates, column_sums
 from gem_kernels.triton.attention.backward_bias import attention_bwd_bias_kernel
 from gem_kernels.triton.attention.backward_dkdv import attention_bwd_dkdv_kernel
 from gem_kernels.triton.attention.backward_dq import attention_bwd_dq_kernel
@@ -101,11 +100,13 @@ class _Backward:
         x, p = self.x, self.x.plan
         # slices of one tensor where q, k and v are those of one projection
         keys = self.need_keys or (p.targets and not p.shared and self.need_q) or scheme != "split"
-        self.dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (self.need_q or scheme != "split", keys, keys))
+        needs = self.need_q or scheme != "split", keys, keys
+        (self.dq, dk, dv), self.sums = column_sums.empty_grads(x, x.batch, needs, of_q=False, offered=scheme == "q_resident")
         dq = None
         d_target_k, d_target_v = self._own(dk, dv) if p.targets else (None, None)
         if scheme == "q_resident":
             dq = self._query_side("attention.q_resident", dk, dv)
+            self.sums.leave(dq, dk, dv)
         elif scheme == "split":
             if self.need_q:
                 dq = self._query_side("attention.dq", None, None)
@@ -155,7 +156,8 @@ class _Backward:
         q, k, v, dout = descriptors(tma, (x.q, m), (x.k, meta["BLOCK_N"]), (x.v, meta["BLOCK_N"]), (self.dout, m))
         launch(
             attention_bwd_dq_kernel, (grid or grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
-            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, *x.sample_args(self.ds_own, x.target_k), *x.bias_args(),
+            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, self.sums.zeros(1), self.sums.zeros(2),
+            *x.sample_args(self.ds_own, x.target_k), *x.bias_args(),
             x.act_ids, tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k),
             *bias_strides(x), x.batch, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,

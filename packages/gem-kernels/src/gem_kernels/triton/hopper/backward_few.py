@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.common import (
     add_box,
+    add_column_sums,
     alive,
     fill_rows,
     finish_stores,
@@ -75,7 +76,7 @@ def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, H: gl.constex
 @gluon.jit
 def _consumer(
     dq, table, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
-    act_ids, scale, ds_scale, dv_scale,
+    act_ids, dk_sums, dv_sums, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr,
     FOLDED: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -91,11 +92,11 @@ def _consumer(
     right = share.slice(HALF, HALF, dim=1)
     step = 0
     tile = 0
-    _row, _lk, q_row, lq, _n0 = read_tile(table, gl.program_id(0), total, H)
+    _row, lk, q_row, lq, _n0 = read_tile(table, gl.program_id(0), total, H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % H
         lq = alive(lq)
-        _n_row, _n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item + gl.num_programs(0), total, H)
+        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item + gl.num_programs(0), total, H)
         slot = tile % 2
         k_tile = k_slots.index(2 * slot + WHO)
         v_tile = v_slots.index(2 * slot + WHO)
@@ -157,19 +158,24 @@ def _consumer(
         v_tile.store((dv_acc * dv_scale).to(dtype))
         k_tile.store((dk_acc * ds_scale).to(dtype))
         fence_async_shared()
+        if dk_sums is not None:
+            to = ((gl.program_id(0) * 2 + WHO) * (4 * H) + head) * D
+            add_column_sums(dk_sums + to, k_tile, lk - WHO * 64, H * D)
+            add_column_sums(dv_sums + to, v_tile, lk - WHO * 64, H * D)
         mbarrier.arrive(done.index(slot), count=1)
         tile += 1
-        q_row, lq = n_q_row, n_lq
+        lk, q_row, lq = n_lk, n_q_row, n_lq
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows"])
 def hopper_bwd_few_kernel(
-    q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, table, tile_count, q_offsets, k_offsets, act_ids,
+    q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, table, tile_count, q_offsets, k_offsets, act_ids, dk_sums, dv_sums,
     batch, rows, k_rows, scale, ds_scale, dv_scale, stride_dq, stride_dk,
     H: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
     ADDS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """``dk_sums``, ``dv_sums``: as of `backward_dkdv`."""
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, H * D, num_warps)
     fill_rows(dv, used, k_rows.to(gl.int64), stride_dk, 0.0, H * D, num_warps)
@@ -192,14 +198,14 @@ def hopper_bwd_few_kernel(
                 _consumer,
                 (
                     dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
-                    act_ids, scale, ds_scale, dv_scale, 0, H, D, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
+                    act_ids, dk_sums, dv_sums, scale, ds_scale, dv_scale, 0, H, D, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
                 ),
             ),
             (
                 _consumer,
                 (
                     dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
-                    act_ids, scale, ds_scale, dv_scale, 1, H, D, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
+                    act_ids, dk_sums, dv_sums, scale, ds_scale, dv_scale, 1, H, D, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
                 ),
             ),
             (

@@ -152,6 +152,25 @@ def fill_rows(to, begin, end, stride, value, WIDTH: gl.constexpr, PROGRAM_WARPS:
 
 
 @gluon.jit
+def add_column_sums(sums, tile, rows, WIDTH: gl.constexpr):
+    """Adds the sums of the columns of the first ``rows`` rows of ``tile [64, D]``, in shared memory, to ``sums``, four rows of [WIDTH] fp32
+    of which a warp has one. Nobody else adds there, so that the order is always the same."""
+    D: gl.constexpr = tile.shape[1]
+    AT_ONCE: gl.constexpr = 256 // D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [AT_ONCE, D // 8], [4, 1], [1, 0])
+    x = tile.load(layout).to(gl.float32)
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    x = gl.where((i < rows)[:, None], x, 0.0)
+    # rows of a thread, then of a warp
+    x = gl.sum(gl.reshape(x, [16 // AT_ONCE, 4, AT_ONCE, D]), 0)
+    x = gl.sum(x, 1)
+    found: gl.constexpr = x.type.layout
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, found))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, found))
+    gl.atomic_add(sums + warp[:, None] * WIDTH + column[None, :], x, sem="relaxed")
+
+
+@gluon.jit
 def column_range(
     m0, m1, lq, lk, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip

@@ -263,7 +263,7 @@ class _Outputs:
     def __init__(
         self, rows: Operand | None, columns: Operand | None, x: Tensor, swizzle: bool, seeds: Tensor, pad: int, turned: bool = False
     ) -> None:
-        """``turned``: scales of FP8 strips are stored strip after strip."""
+        """``turned``: scales of strips are stored strip after strip."""
         self.rows, self.columns, self.swizzle, self.seeds, self.turned = rows, columns, swizzle, seeds, turned
         self.shape = x.shape
         r, c = x.shape
@@ -290,13 +290,12 @@ class _Outputs:
                 self.col_scales = self._scales(x, columns, lines, -(-r // columns.block[1]), tiles=swizzle)
 
     def _scales(self, x: Tensor, operand: Operand, rows: int, strips: int, *, tiles: bool) -> Tensor:
-        if operand.format == "fp8":
-            if self.turned and operand.block[0] == 1:
-                return x.new_empty((strips, rows), dtype=torch.float32).t()
-            return x.new_empty((rows, strips), dtype=torch.float32)
         if tiles:
             return x.new_zeros((-(-rows // 128)) * (-(-strips // 4)) * 512, dtype=torch.uint8)
-        return x.new_empty((rows, strips), dtype=torch.uint8)
+        dtype = torch.float32 if operand.format == "fp8" else torch.uint8
+        if self.turned and operand.block[0] == 1:
+            return x.new_empty((strips, rows), dtype=dtype).t()
+        return x.new_empty((rows, strips), dtype=dtype)
 
     def pointers(self, x: Tensor) -> list[Tensor]:
         found = (self.row_data, self.row_scales, self.col_data, self.col_scales, self.seeds)

@@ -67,14 +67,20 @@ def _store_scales(
     target, stored, line, strip, lines, strips, FULL: gl.constexpr, SWIZZLE: gl.constexpr, FP8: gl.constexpr, ROWS: gl.constexpr,
     N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """``stored [ROWS, N]`` to (line, strip) of ``[lines, strips]``, a line's N as one word; FP8: of ``[strips, lines]``."""
-    words: gl.constexpr = gl.BlockedLayout([1, N], [32, 1], [WARPS, 1], [1, 0])
+    """``stored [ROWS, N]`` to (line, strip) of ``[lines, strips]``, strip after strip in memory: what a tile has of a strip fills whole
+    sectors of 32 bytes, which four bytes a line would not. ``SWIZZLE``: in tiles of 128 x 4, a line's four as one word."""
+    LANES: gl.constexpr = ROWS // 4
+    words: gl.constexpr = (
+        gl.BlockedLayout([1, N], [32, 1], [WARPS, 1], [1, 0])
+        if FP8 or SWIZZLE
+        else gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    )
     lines_here = line + gl.arange(0, ROWS, layout=gl.SliceLayout(1, words))
     strips_here = strip + gl.arange(0, N, layout=gl.SliceLayout(0, words))
-    if FP8:
-        at = strips_here.to(gl.int64)[None, :] * lines + lines_here[:, None]
-    else:
+    if SWIZZLE:
         at = _scale_offset(lines_here[:, None], strips_here[None, :], strips, SWIZZLE)
+    else:
+        at = strips_here.to(gl.int64)[None, :] * lines + lines_here[:, None]
     stored = gl.convert_layout(stored, words)
     if FULL:
         gl.store(target + at, stored)

@@ -219,7 +219,7 @@ def test_a_room_is_recorded_at_once_where_memory_is_short(short, monkeypatch):
     done, names = [], iter("aaaaabb")
     captured = Captured(Features(), torch.device("cpu"), lambda: next(names))
     captured._pool = "a pool"
-    monkeypatch.setattr(captured, "_short_of_memory", lambda: short)
+    monkeypatch.setattr(captured, "_short_of_memory", lambda room: short)
 
     class Graph:
         replay = staticmethod(lambda: None)
@@ -240,6 +240,26 @@ def test_a_room_is_recorded_at_once_where_memory_is_short(short, monkeypatch):
         assert seen == [*first, "recorded at once", "", "computed", "computed", "recorded at once"]
     else:
         assert seen == [*first, *first, "computed", "computed", "computed"]
+
+
+def test_what_a_step_needs_is_told_from_what_graphs_hold(monkeypatch):
+    captured = Captured(Features(), torch.device("cpu"))
+    room = Room(8, {"h": 900}, {"a": 100})
+    held, free = [{"total_size": 300}, {"total_size": 200}], [10_000]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: held)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 0))
+    first = captured.enter(Batch(size=2, dense=torch.zeros(2, 1)), [1.0, 1.0, 0.0])
+    first.fixed.room = room
+    free[0] = 0
+    assert not captured._short_of_memory(room), "nothing was recorded"
+    first.graphs["step"] = None
+    for more, least in ((1, 550), (2, 1100), (0.5, 275)):
+        other = Room(8, {"h": int(900 * more)}, {"a": int(100 * more)})
+        free[0] = least - 1
+        assert captured._short_of_memory(other)
+        free[0] = least + 1
+        assert not captured._short_of_memory(other)
 
 
 def test_several_values_an_event_are_refused():
@@ -283,7 +303,7 @@ def test_replayed_steps_are_the_steps(name, retrieval, tables, short, monkeypatc
     those of steps computed as usual on the same fixed batches, dropout and negatives drawn from the same random numbers. With memory that
     is short, too, where all but the first room are recorded at once."""
     device = torch.device("cuda")
-    monkeypatch.setattr(Captured, "_short_of_memory", lambda _self: short)
+    monkeypatch.setattr(Captured, "_short_of_memory", lambda _self, _room: short)
     model = (RETRIEVAL if retrieval else RANKING)[name] | {"embedding_dropout": 0.2}
     train = {"steps": 30, "capture": True, "tables": {"kind": tables}, "clip_norm": 1.0}
     config = config_from_dict({"features": features(retrieval), "model": {"name": name, **model}, "train": train})

@@ -48,6 +48,9 @@ MOST = 24
 SPARE = 1.5
 """A batch goes into a room that exists if this has at most so many times the rows that the batch needs."""
 
+MARGIN = 1.1
+"""A step computed as usual is expected to need at most so many times the memory of graphs of as many rows."""
+
 LARGE, TIGHT, ENOUGH = 16_384, 1.02, 16
 """Slack rows are computed: counts from `LARGE` on may be only `TIGHT` times what is needed, until there are `ENOUGH` rooms."""
 
@@ -99,6 +102,10 @@ class Room:
         bounds = () if sparse is None else sparse.key_bounds()
         ids = {} if sparse is None else {key: b - a for key, a, b in zip(sparse.keys, bounds, bounds[1:])}
         return cls(batch.size, {name: _rows(name, group) for name, group in batch.sequences.items()}, ids)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.events.values()) + sum(self.ids.values())
 
     def takes(self, other: Room, spare: float = SPARE) -> bool:
         """Whether a batch that needs ``other`` goes in here without too much slack: ``spare`` times its rows where these are many."""
@@ -284,7 +291,7 @@ class Captured:
         for place, value in zip(found.totals, totals):
             place.fill_(value)
         recordable = not found.records and state is not None and self._pool is not None and batch.size > 0
-        if recordable and (found.ran or (state in self._computed and self._short_of_memory())):
+        if recordable and (found.ran or (state in self._computed and self._short_of_memory(found.fixed.room))):
             found.loads = not found.ran
             self._record(found)
         found.replays = found.records and state is not None
@@ -297,18 +304,21 @@ class Captured:
     def _record(self, found: Recorded) -> None:
         found.records = True
 
-    def _short_of_memory(self) -> bool:
-        """Whether a step as usual may not find the memory that it needs: as much as graphs hold."""
+    def _short_of_memory(self, room: Room) -> bool:
+        """Whether a step computed as usual may not find the memory that it needs: what graphs hold, for as many rows as ``room`` has."""
+        recorded = max((r.fixed.room.rows for r in self._recorded if r.graphs), default=0)
+        if not recorded:
+            return False
         torch.cuda.empty_cache()
         held = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))
-        return torch.cuda.mem_get_info(self.device)[0] < held
+        return bool(torch.cuda.mem_get_info(self.device)[0] < MARGIN * held * room.rows / recorded)
 
     def _of(self, batch: Batch) -> Recorded:
         need = Room.of(batch)
         spare = TIGHT if len(self._recorded) < ENOUGH else SPARE
         fitting = [r for r in self._recorded if r.fixed.room.takes(need, spare)]
         if fitting:
-            return min(fitting, key=lambda r: sum(r.fixed.room.events.values()) + sum(r.fixed.room.ids.values()))
+            return min(fitting, key=lambda r: r.fixed.room.rows)
         if len(self._recorded) == MOST:
             self._give_up(min(self._recorded, key=lambda r: r.used), need)
         fixed = FixedBatch(batch, need.rounded(), self.features, self.history)

@@ -236,3 +236,28 @@ def test_a_row_is_checked_on_the_same_samples_whatever_its_batches_are():
     assert found[2] == found[0]
     assert found[0]["equal"] != found[0]["jagged"]
     assert found[0]["jagged"]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("train", "--steps", "0"),
+        ("train", "--warmup", "-1"),
+        ("train", "--batch-size", "0"),
+        ("train", "--cluster", "gone.toml"),
+        ("local", "--repeats", "0"),
+        ("local", "--batch-size", "0"),
+    ],
+)
+def test_options_that_measure_nothing_are_refused(command, option, value, capsys):
+    assert main(["bench", command, "tiny", option, value]) == 2
+    assert option in capsys.readouterr().err
+
+
+def test_a_ladder_of_which_no_row_ran_is_a_failure(tmp_path, capsys):
+    """A table of errors alone must not look like a result to a script."""
+    arguments = ["--row", "+ step as a CUDA graph", "--steps", "1", "--warmup", "0", "--set", "run.device=cpu", "--out", str(tmp_path)]
+    assert main(["bench", "train", "tiny", *arguments]) == 1
+    assert "no row was measured" in capsys.readouterr().err
+    (row,) = json.loads((tmp_path / "train-tiny.json").read_text())["rows"]
+    assert "only CUDA devices" in row["error"]

@@ -98,6 +98,20 @@ def test_a_fault_of_the_program_is_not_dressed_up():
         main(["fail"])
 
 
+def test_what_the_system_refuses_is_told(tmp_path: Path, capsys):
+    def register(app):
+        @app.command()
+        def fail() -> None:
+            (tmp_path / "gone" / "x.csv").write_text("")
+
+    add("acme", register)
+    assert main(["fail"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: the system refused: No such file or directory\n  where: {tmp_path}/gone/x.csv\n  fix:   ")
+    with pytest.raises(FileNotFoundError):
+        main(["fail", "--debug"])
+
+
 def test_globals_stand_anywhere():
     assert split_globals(["--debug", "train", "x"]) == (["train", "x"], True, ())
     assert split_globals(["train", "--no-plugin", "a", "x", "--no-plugin=b"]) == (["train", "x"], False, ("a", "b"))

@@ -42,6 +42,23 @@ def test_unknown_rows_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ROWS[0].name not in str(found.exception).splitlines()[0]
 
 
+@pytest.mark.parametrize(("option", "name", "known"), [("--impls", "tritn", "hopper"), ("--ops", "norm_liner", "norm_linear")])
+def test_unknown_implementations_and_ops_are_named(option: str, name: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be passed over, and a benchmark of nothing written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = invoke(commands.bench_kernels, "all", option, f"{known},{name}")
+    assert isinstance(found.exception, GemError)
+    told, where, fix = str(found.exception).splitlines()
+    assert told == f"there is no {name}"
+    assert option in where
+    assert known in fix
+
+
+@pytest.mark.parametrize("wrong", [("--rounds", "0"), ("--workers", "-1"), ("--budget-seconds", "0")])
+def test_numbers_that_measure_nothing_are_refused(wrong: tuple[str, str]) -> None:
+    assert invoke(commands.bench_kernels, *wrong).exit_code == 2
+
+
 def test_settings_reach_the_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gem_kernels.bench import attention, dense
 

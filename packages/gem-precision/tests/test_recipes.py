@@ -12,6 +12,7 @@ from torch import nn
 import gem_precision
 from gem_core import ops
 from gem_core.batch import Batch
+from gem_core.cli import main
 from gem_core.config import load_config, resolve
 from gem_core.errors import ConfigError
 from gem_core.plugins import manager
@@ -257,6 +258,28 @@ def test_explain_command():
     rows = json.loads(result.output)
     assert {r["precision"] for r in rows} >= {"mxfp8", "bf16", "fp32", "mxfp8-attention"}
     assert all(r["why"] for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["precision", "explain", "--device", "nonsense"], "--device"),
+        (["precision", "explain", "--device", "cuda"], "there is no GPU here"),
+        (["bench", "precision-ne", "--split", "nonsense"], "--split"),
+        (["bench", "precision-step", "--recipe", "mxpf8"], "there is no recipe called 'mxpf8'"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_trained(words, told, monkeypatch, capsys):
+    from gem_precision.bench import ne, steps
+
+    def never(*_, **__):
+        raise AssertionError
+
+    for module, name in ((ne, "parity"), (steps, "measure")):
+        monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-attention"])

@@ -18,14 +18,14 @@ Family = Annotated[str, typer.Argument(help="attention, dense (block_attention, 
 Rows = Annotated[str, typer.Option("--rows", help="Comma-separated names of rows; none: all.")]
 Impls = Annotated[str, typer.Option("--impls", help="Comma-separated implementations, for attention; auto: what a call gets.")]
 Ops = Annotated[str, typer.Option("--ops", help="Comma-separated ops; none: all.")]
-Budget = Annotated[float, typer.Option("--budget-seconds", help="Start no row of a family after this time.")]
+Budget = Annotated[float, typer.Option("--budget-seconds", min=1, help="Start no row of a family after this time.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Time what a user would run instead, where it can be imported.")]
 Eager = Annotated[bool, typer.Option("--eager/--no-eager", help="Also the time launched from Python, and the peak memory.")]
 Tune = Annotated[bool, typer.Option("--tune", help="Measure all candidate configurations first; they are in the JSON.")]
 Workers = Annotated[
-    int | None, typer.Option("--workers", help="Processes that compile ahead, 0 for none.", show_default="one a core, up to 16")
+    int | None, typer.Option("--workers", min=0, help="Processes that compile ahead, 0 for none.", show_default="one a core, up to 16")
 ]
-Rounds = Annotated[int, typer.Option("--rounds", help="Timings of each variant, interleaved.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Timings of each variant, interleaved.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the JSON, the table and the plot.")]
 
 
@@ -84,14 +84,20 @@ def _run(
         raise DeviceError("kernels are timed on a GPU, and there is none", where="this machine", fix="run it where one is visible")
     from gem_kernels.bench import attention, dense
     from gem_kernels.bench.settings import Settings
+    from gem_kernels.triton import specs
 
     modules = {"attention": attention, "dense": dense}
     chosen = [modules[name] for name in FAMILIES if family in (name, "all")]
-    known = [row.name for module in chosen for row in module.ROWS]
     wanted = _names(rows)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise ConfigError(f"no row {', '.join(unknown)}", where="--rows", fix=f"some of {', '.join(known)}")
+    kernels = specs()
+    for option, given, known in (
+        ("rows", wanted, [row.name for module in chosen for row in module.ROWS]),
+        ("impls", _names(impls), sorted({kernel.name for kernel in kernels} | {"auto"})),
+        ("ops", _names(ops), sorted({kernel.op for kernel in kernels})),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ConfigError(f"there is no {', '.join(unknown)}", where=f"--{option}", fix=f"some of {', '.join(known)}")
     folder = str(out) if out is not None else os.environ.get("OUT")
     settings = Settings(
         "gemrec " + shlex.join(sys.argv[1:]), wanted, _names(impls), _names(ops), budget, peers, eager, tune,

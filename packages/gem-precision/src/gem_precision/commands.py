@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Config = Annotated[Path | None, typer.Argument(help="TOML file; none: the defaults.", show_default=False)]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in precision.recipe=mxfp8.")]
-Device = Annotated[str, typer.Option("--device", help="Decide for this device: cpu, or cuda for the one that is here.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Decide for this device: cpu, or cuda for the one that is here.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -34,8 +34,13 @@ def explain(config: Config = None, overrides: Set = None, device: Device = "cpu"
     import torch
 
     from gem_core.config import load_config, resolve
+    from gem_core.errors import DeviceError
     from gem_precision.explain import decisions
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            "there is no GPU here to decide for", where="--device cuda", fix="run it where one is visible, or use --device cpu"
+        )
     rows = decisions(resolve(load_config(config, overrides or ())), torch.device(device))
     if as_json:
         print(json.dumps([{"module": m, "precision": p, "why": w} for m, p, w in rows], indent=2))
@@ -65,7 +70,7 @@ def bench_ne(
     runs: Annotated[Path | None, typer.Option("--runs", help="Folder for the run folders; none: OUT/runs.", show_default=False)] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs with this many seeds.")] = 1,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes side by side, spread over the GPUs.")] = 1,
-    split: Annotated[str, typer.Option("--split", help="Held-out split to compare on: eval or test.")] = "eval",
+    split: Annotated[Literal["eval", "test"], typer.Option("--split", help="Held-out split to compare on.")] = "eval",
     variants: Annotated[str, typer.Option("--variants", help="What to hold against bf16.")] = "mxfp8,fp8-block,naive mxfp8",
 ) -> None:
     """Train a configuration in bf16, mxfp8, fp8-block and a naive mxfp8; print paired 95 % intervals of the NE and AUC ratios on the
@@ -117,9 +122,11 @@ def bench_step(
     Example: gemrec bench precision-step base.toml --set train.capture=true --name base
     """
     from gem_core.config import load_config
+    from gem_core.plugins import manager
     from gem_core.train import quickstart_path
     from gem_precision.bench import steps as bench
 
+    manager().find("recipe", recipe)  # told before models are built
     loaded = load_config(quickstart_path() if config is None else config, overrides or ())
     result = bench.measure(loaded, recipe, steps=steps, rounds=rounds, batches=batches, guard=guard, apart=apart, tell=print)
     words = ["gemrec bench precision-step", *([] if config is None else [config.name]), *(f"--set {o}" for o in overrides or ())]

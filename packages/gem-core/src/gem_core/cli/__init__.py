@@ -36,7 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             _print_error(error)
             return error.exit_code
+        except OSError as error:
+            if debug:
+                raise
+            _print_error(_as_user_error(error))
+            return USAGE
     return 0
+
+
+def _as_user_error(error: OSError) -> GemError:
+    """What the system refused: a path or a device that only the user can mend, wherever it was met."""
+    return GemError(
+        f"the system refused: {error.strerror or error}",
+        where=None if error.filename is None else str(error.filename),
+        fix="check that the path is there, is yours to write, and has space; --debug shows what was being done",
+    )
 
 
 def _print_error(error: GemError) -> None:

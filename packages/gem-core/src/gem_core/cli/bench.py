@@ -14,10 +14,10 @@ Preset = Annotated[str, typer.Argument(help="A preset of the gem model.")]
 Ladder = Annotated[str, typer.Option("--ladder", help="Which list of rows.")]
 RowNames = Annotated[list[str] | None, typer.Option("--row", metavar="NAME", help="Only this row; may be given several times.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in every row.")]
-Batch = Annotated[int | None, typer.Option("--batch-size", help="Samples a step and GPU; none: the preset's.", show_default=False)]
-Steps = Annotated[int, typer.Option("--steps", help="Timed steps a row.")]
-Warmup = Annotated[int, typer.Option("--warmup", help="Steps before.")]
-Budget = Annotated[float, typer.Option("--budget-seconds", help="Start no row after this time.")]
+Batch = Annotated[int | None, typer.Option("--batch-size", min=1, help="Samples a step and GPU; none: the preset's.", show_default=False)]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Timed steps a row.")]
+Warmup = Annotated[int, typer.Option("--warmup", min=0, help="Steps before.")]
+Budget = Annotated[float, typer.Option("--budget-seconds", min=1, help="Start no row after this time.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the JSON and the table.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also a trace and the top kernels of every row.")]
 
@@ -38,11 +38,12 @@ def bench_train(
     budget: Budget = 540.0,
     out: Out = Path("bench-train"),
     profile: Profile = False,
-    devices: Annotated[int | None, typer.Option("--devices", help="Most devices of a row; none: those of this machine.")] = None,
+    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Most devices of a row; none: those of this machine.")] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="FILE", help="Predict each row for this cluster, where known.")
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", exists=True, dir_okay=False, help="Predict each row for this cluster, where known."),
     ] = None,
-    row_limit: Annotated[float, typer.Option("--row-seconds", help="Stop a row after this time.")] = 240.0,
+    row_limit: Annotated[float, typer.Option("--row-seconds", min=1, help="Stop a row after this time.")] = 240.0,
 ) -> None:
     """Measure training steps of a preset on its random log: step time, samples/s, MFU, padding, memory.
 
@@ -51,11 +52,12 @@ def bench_train(
     Example: gemrec bench train base --ladder scaling --cluster cluster.toml --set precision.recipe=bf16
     """
     from gem_core.bench.ladder import climb
+    from gem_core.errors import RunError
     from gem_core.model.presets import find
 
     size = batch_size or find(preset).batch_size
     with TemporaryDirectory() as folder:
-        climb(
+        done = climb(
             str(_configuration(folder, preset)),
             ladder,
             preset=preset,
@@ -72,13 +74,15 @@ def bench_train(
             row_limit_s=row_limit,
             say=lambda text: print(text, flush=True),
         )
+    if all("error" in row for row in done):
+        raise RunError("no row was measured", where=str(out / f"train-{preset}.json"), fix="read the reason of each row above")
 
 
 def bench_local(
     preset: Preset = "base",
     overrides: Set = None,
     batch_size: Batch = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Runs of each part.")] = 10,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each part.")] = 10,
     out: Out = Path("bench-local"),
 ) -> None:
     """Measure the parts of a preset's model alone on one device: time, MFU and floor of each, and the local MFU of all.

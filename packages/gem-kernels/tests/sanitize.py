@@ -6,6 +6,8 @@
 
 ``--ops`` and ``--impls`` choose among ops and implementations. Processes that are given the same empty folder as ``--share`` divide the
 calls among themselves; ``--seconds`` begins no call after that time, so that the tool still reports.
+``--control`` runs kernels of a few lines instead, whose order is plain: what racecheck reports of them it cannot see, see
+`sanitize_control.py`.
 With ``--target-processes application-only --kernel-name-exclude kns=at6native`` the tool leaves compilers and PyTorch's own kernels alone.
 """
 
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import sanitize_control
 import torch
 from torch import Tensor
 
@@ -27,6 +31,7 @@ from gem_core.ops.explain import problem_of
 from gem_core.testing.kernel_cases import Call, Draw, cases
 from gem_core.testing.kernels import flat
 from gem_kernels import triton
+from gem_kernels.triton.hopper import launch
 
 DENSE = {
     "norm_linear": {"x": (200, 320), "w": (136, 320), "b": (136,)},
@@ -34,6 +39,30 @@ DENSE = {
     "mlp": {"x": (200, 128), "w1": (256, 128), "b1": (256,), "w2": (128, 256), "b2": (128,)},
 }
 """Shapes of tensors: rows that fill no tile, rows of two tiles."""
+FEW = "few keys, backward candidate "
+
+
+def few_keys(op: str) -> Call:
+    """Attention of samples with up to 128 keys, some without keys or rows."""
+    draw = Draw(torch.bfloat16, "cuda")
+    fixed = {"q_offsets": draw.offsets((0, 1, 65, 200, 128)), "k_offsets": draw.offsets((3, 0, 64, 99, 128)), "max_q_len": 200}
+    return Call({n: draw.packed(394 if n == "q" else 294, 2, 128) for n in ("q", "k", "v")}, lambda t: t | fixed | {"max_k_len": 128})
+
+
+@contextmanager
+def backward_candidate(number: int) -> Iterator[None]:
+    """The Hopper backward pass takes this one of its candidates, the last one where there are fewer."""
+    usual = launch.choose
+
+    def choose(kernel: str, facts: object, info: object, offered: Callable[[], list[dict]], run: object) -> dict:
+        found = offered()
+        return found[min(number, len(found) - 1) if kernel == "hopper.backward" else 0]
+
+    launch.choose = choose
+    try:
+        yield
+    finally:
+        launch.choose = usual
 
 
 def hopper_call(op: str) -> Call:
@@ -44,8 +73,8 @@ def hopper_call(op: str) -> Call:
     if op == "norm_gdpa":
         fixed = {"q_offsets": draw.offsets((300, 5)), "k_offsets": draw.offsets((128, 70)), "max_q_len": 300, "max_k_len": 128}
         return Call({"q": draw.packed(305, 2, 128), "k": draw.packed(198, 2, 128), "v": draw.packed(198, 2, 128)}, lambda t: t | fixed)
-    offsets = draw.offsets((0, 1, 65, 200, 128))
     more = {"activation": "silu"} if op == "gdpa" else {}
+    offsets = draw.offsets((0, 1, 65, 200, 128))
     fixed = {"q_offsets": offsets, "max_q_len": 200, "max_k_len": 200, "causal": True, **more}
     return Call({n: draw.packed(394, 2, 64) for n in ("q", "k", "v")}, lambda t: t | fixed, dict.fromkeys(("q", "k", "v"), 394), 394)
 
@@ -66,6 +95,8 @@ def calls(wanted: list[str], impls: list[str]) -> Iterator[tuple[KernelSpec, str
         found = {n: case for n, case in cases(spec.op).items() if n != "many short samples" and (hopper or not n.startswith("width"))}
         if hopper:
             found = (found if spec.op == "norm_gdpa" else {}) | {"hopper": lambda _draw, op=spec.op: hopper_call(op)}
+            if spec.name == "hopper-only":
+                found |= {f"{FEW}{i}": lambda _draw, op=spec.op: few_keys(op) for i in range(3)}
         for name, case in found.items():
             yield spec, name, case
 
@@ -85,7 +116,11 @@ def main() -> None:
     parser.add_argument("--impls", nargs="*", default=[])
     parser.add_argument("--share", type=Path)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--control", action="store_true")
     given = parser.parse_args()
+    if given.control:
+        sanitize_control.main()
+        return
     plugins.manager()
     torch.zeros(1, device="cuda")
     print(f"{time.monotonic() - began:.1f} s: ready", flush=True)
@@ -100,7 +135,8 @@ def main() -> None:
         with dispatch.offering(spec):
             if not spec.supports(problem_of(spec.op, **call.arguments(call.tensors))):
                 continue
-            run(call, spec.op, spec.name)
+            with backward_candidate(int(name.removeprefix(FEW))) if name.startswith(FEW) else nullcontext():
+                run(call, spec.op, spec.name)
         torch.cuda.synchronize()
         print(f"{time.monotonic() - began:.1f} s: {spec.op} {spec.name}: {name}", flush=True)
         ran += 1

@@ -309,6 +309,9 @@ def test_hopper_linear_norm(rows: int, k: int, n: int, affine: bool, dtype: torc
         (1, 64, 128, 64, None, "gelu", torch.bfloat16),
         (200, 128, 512, 64, "layer", "gelu", torch.bfloat16),
         (5000, 256, 1024, 256, None, "gelu", torch.bfloat16),
+        (129, 256, 512, 128, "layer", "gelu", torch.bfloat16),
+        (40001, 256, 1024, 256, "rms", "gelu", torch.bfloat16),
+        (0, 256, 1024, 256, "rms", "gelu", torch.bfloat16),
         (5000, 256, 1024, 256, "rms", "silu", torch.float16),
         (40000, 128, 256, 128, "layer", "relu", torch.bfloat16),
         (70000, 64, 256, 64, "rms", "gelu", torch.float16),
@@ -329,8 +332,26 @@ def test_hopper_mlp(
         y = ops.mlp(**given, activation=activation, norm=norm, backend=backend)
         found[backend] = y.detach(), *torch.autograd.grad(y, list(given.values()), dout)
     for name, mine, theirs in zip(("y", *given), found["hopper"], found["triton"]):
+        assert mine.shape == theirs.shape
         assert torch.isfinite(mine).all()
         assert (mine.double() - theirs.double()).norm() <= 6e-3 * theirs.double().norm(), name
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+@pytest.mark.parametrize("width", [128, 256])
+def test_hopper_mlp_of_a_part_of_the_columns(width: int, norm: str | None) -> None:
+    """Rows that do not follow one another: as from copies."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    wide, dwide = _draw(3000, 2 * width), _draw(3000, 2 * width, seed=1)
+    weights = [_draw(4 * width, width, seed=2, scale=width**-0.5), _draw(4 * width, seed=3), _draw(width, 4 * width, seed=4, scale=0.05)]
+    found = []
+    for x, dout in ((wide[:, width:], dwide[:, :width]), (wide[:, width:].contiguous(), dwide[:, :width].contiguous())):
+        leaves = [t.detach().requires_grad_() for t in (x, *weights)]
+        y = ops.mlp(*leaves, None, norm=norm, backend="hopper")
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dout)])
+    for mine, theirs in zip(*found):
+        assert (mine.double() - theirs.double()).norm() <= 4e-3 * theirs.double().norm()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from gem_kernels.triton.hopper.common import (
     alive,
     fill_rows,
     folded_value_and_slope,
+    item_at,
+    items,
     load_box,
     make_barriers,
     near,
@@ -41,7 +43,8 @@ def _producer(
 ):  # fmt: skip
     step = 0
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         kv_head = item % HKV
         row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
         first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
@@ -66,7 +69,8 @@ def _producer(
 @gluon.jit
 def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         row, lk, _q_row, _lq, n0 = read_tile(table, item, total, HKV)
         column = item % HKV * D
         slot = tile % HELD
@@ -162,11 +166,12 @@ def _consumer(
     dtype: gl.constexpr = q_slots.dtype
     step = 0
     tile = 0
-    _row, lk, _q_row, lq, n0 = read_tile(table, gl.program_id(0), total, HKV)
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    _row, lk, _q_row, lq, n0 = read_tile(table, item_at(0), total, HKV)
+    for n in range(items(total)):
+        item = item_at(n)
         kv_head = item % HKV
         lq = alive(lq)
-        _n_row, n_lk, _n_q_row, n_lq, n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        _n_row, n_lk, _n_q_row, n_lq, n_n0 = read_tile(table, item_at(n + 1), total, HKV)
         first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
         own = n0 + WHO * 64
         shift = lk - lq

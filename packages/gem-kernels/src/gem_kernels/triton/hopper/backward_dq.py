@@ -26,6 +26,8 @@ from gem_kernels.triton.hopper.common import (
     column_range,
     fill_rows,
     folded_value_and_slope,
+    item_at,
+    items,
     load_box,
     make_barriers,
     pass_over,
@@ -50,7 +52,8 @@ def _producer(
 ):  # fmt: skip
     step = 0
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         head = item % H
         row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
         m1 = gl.minimum(m0 + 128, lq)
@@ -83,7 +86,8 @@ def _producer(
 @gluon.jit
 def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         row, lq, _k_row, _lk, m0 = read_tile(table, item, total, H)
         slot = tile % HELD
         mbarrier.wait(done.index(slot), tile // HELD & 1)
@@ -175,11 +179,12 @@ def _consumer(
     dtype: gl.constexpr = q_slots.dtype
     step = 0
     tile = 0
-    row, lq, _k_row, lk, m0 = read_tile(table, gl.program_id(0), total, H)
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    row, lq, _k_row, lk, m0 = read_tile(table, item_at(0), total, H)
+    for n in range(items(total)):
+        item = item_at(n)
         head = item % H
         lk = alive(lk)
-        n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item + gl.num_programs(0), total, H)
+        n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item_at(n + 1), total, H)
         m1 = gl.minimum(m0 + 128, lq)
         first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
         own = m0 + WHO * 64

@@ -25,6 +25,8 @@ from gem_kernels.triton.hopper.common import (
     fill_rows,
     finish_stores,
     folded_value_and_slope,
+    item_at,
+    items,
     load_box,
     make_barriers,
     read_tile,
@@ -39,7 +41,8 @@ def _producer(
 ):  # fmt: skip
     step = 0
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         head = item % H
         row, lk, q_row, lq, _n0 = read_tile(table, item, total, H)
         slot = tile % 2
@@ -61,7 +64,8 @@ def _producer(
 @gluon.jit
 def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, H: gl.constexpr, D: gl.constexpr):
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         row, lk, _q_row, _lq, _n0 = read_tile(table, item, total, H)
         slot = tile % 2
         mbarrier.wait(done.index(slot), tile // 2 & 1)
@@ -92,11 +96,12 @@ def _consumer(
     right = share.slice(HALF, HALF, dim=1)
     step = 0
     tile = 0
-    _row, lk, q_row, lq, _n0 = read_tile(table, gl.program_id(0), total, H)
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    _row, lk, q_row, lq, _n0 = read_tile(table, item_at(0), total, H)
+    for n in range(items(total)):
+        item = item_at(n)
         head = item % H
         lq = alive(lq)
-        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item + gl.num_programs(0), total, H)
+        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item_at(n + 1), total, H)
         slot = tile % 2
         k_tile = k_slots.index(2 * slot + WHO)
         v_tile = v_slots.index(2 * slot + WHO)

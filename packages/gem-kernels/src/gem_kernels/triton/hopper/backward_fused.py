@@ -24,6 +24,8 @@ from gem_kernels.triton.hopper.common import (
     fill_rows,
     finish_stores,
     folded_value_and_slope,
+    item_at,
+    items,
     key_parts,
     load_box,
     make_barriers,
@@ -40,7 +42,8 @@ def _producer(
 ):  # fmt: skip
     step = 0
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         kv_head = item % HKV
         row, lk, q_row, lq, _n0 = read_tile(table, item, total, HKV)
         for part in range(key_parts(lk)):
@@ -65,7 +68,8 @@ def _producer(
 @gluon.jit
 def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr):
     tile = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         row, lk, _q_row, _lq, _n0 = read_tile(table, item, total, HKV)
         for part in range(key_parts(lk)):
             slot = tile % 2
@@ -104,12 +108,13 @@ def _consumer(
     dq_part = staging.index(WHO)
     step = 0
     tile = 0
-    _row, lk, q_row, lq, _n0 = read_tile(table, gl.program_id(0), total, HKV)
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    _row, lk, q_row, lq, _n0 = read_tile(table, item_at(0), total, HKV)
+    for n in range(items(total)):
+        item = item_at(n)
         kv_head = item % HKV
         lq = alive(lq)
         lk = alive(lk)
-        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item + gl.num_programs(0), total, HKV)
+        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item_at(n + 1), total, HKV)
         for part in range(key_parts(lk)):
             adds = part
             if part > 0:

@@ -56,6 +56,23 @@ def tile_table_kernel(table, tiles, count, offsets, other_offsets, length, bound
 
 
 @gluon.jit
+def items(total):
+    """How many of ``total`` items this program has; `item_at` tells which."""
+    programs = gl.num_programs(0)
+    full = total // programs
+    return full + (item_at(full) < total).to(gl.int32)
+
+
+@gluon.jit
+def item_at(n):
+    """The program's n-th item. The programs take the items in order and every second time in reverse order: lists begin with the heavy
+    tiles of a sample, and where a sample has as many tiles as there are programs, one would get the heaviest of every sample."""
+    programs = gl.num_programs(0)
+    own = gl.program_id(0)
+    return n * programs + gl.where(n % 2 == 0, own, programs - 1 - own)
+
+
+@gluon.jit
 def read_tile(table, item, total, H: gl.constexpr):
     """(first row, rows, first row of the other side, rows there, start) of an item; anything past the end."""
     at = table + gl.maximum(gl.minimum(item, total - 1), 0) // H * 8
@@ -234,8 +251,11 @@ def seen_by(i, j, lq, lk, left, right, CAUSAL: gl.constexpr, WINDOW: gl.constexp
 
 
 @gluon.jit
-def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Of keys n0 .. n1: (first block of query rows that see one of them, one past the last)."""
+def query_range(
+    n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, UNSEEING: gl.constexpr = False
+):  # fmt: skip
+    """Of keys n0 .. n1: (first block of query rows that see one of them, one past the last). With UNSEEING the first keys get the rows that
+    see no key, too."""
     shift = lk - lq
     lo = n0 * 0
     hi = lq
@@ -245,7 +265,10 @@ def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.c
         lo = gl.maximum(lo, n0 - right - shift)
         hi = gl.minimum(hi, n1 + left - shift)
     first = lo // BLOCK_M
-    return first, gl.maximum((gl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M, first)
+    last = gl.maximum((gl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M, first)
+    if UNSEEING and (CAUSAL or WINDOW):
+        first = gl.where(n0 == 0, 0, first)
+    return first, last
 
 
 @gluon.jit
@@ -324,11 +347,13 @@ def statistics(
     """lse in powers of two and delta of every query tile, into shared memory beside Q; with WHOLE once for each key tile of the sample."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     step = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+    for n in range(items(total)):
+        item = item_at(n)
         kv_head = item % HKV
         _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
-        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-        for _part in range(key_parts(lk) if WHOLE else 1):
+        for part in range(key_parts(lk) if WHOLE else 1):
+            begin = n0 + part * 128
+            first, last = query_range(begin, gl.minimum(begin + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW, WHOLE)
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
                 for x in range(first, last):
                     i = x * 64 + gl.arange(0, 64, layout=layout)

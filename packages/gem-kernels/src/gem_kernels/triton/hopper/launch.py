@@ -22,11 +22,12 @@ from gem_kernels.triton.attention.schedule import TileList
 from gem_kernels.triton.attention.tiles import _ENDLESS, _MAX_TMA_ROWS, tma_fits
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo
-from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.common.launch import compiling, launch
 
 Saved = tuple[Tensor | None, ...]
 _PORTABLE: Config = {"GLUON": 0}
 _ROWS = 128
+_HELD_KEYS: tuple[tuple[int, Config], ...] = ((4, {}), (4, {"AHEAD": 1}), (4, {"AHEAD": 2}), (8, {"AHEAD": 2}))
 _DELTA_ROWS = 32
 
 
@@ -61,7 +62,9 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
     def run(config: Config) -> None:
         if config["GLUON"]:
             _by_box(x)
-            how = _fused if config["FUSED"] else _split if p.d <= 128 else _wide
+            # In one kernel a program has whole samples: few of them leave SMs without work.
+            fused = config["FUSED"] if x.batch * p.kv_heads >= x.info.sms or compiling() else 0
+            how = (_split if p.d <= 128 else _wide, _fused, _one)[fused]
             found[:] = [how(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
@@ -85,7 +88,7 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 4}, *found]
         if p.k_bound <= 256 and p.mask == "full" and p.d <= 128:
-            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": 4, **more} for more in ({}, {"AHEAD": 1})]
+            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": n, **more} for n, more in _HELD_KEYS]
         if p.d > 128:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 2, "AHEAD": 1}]
     elif p.d > 128:
@@ -94,12 +97,19 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         found = [{"GLUON": 1, "FUSED": 0}]
         if fuses(p):
             found.append({"GLUON": 1, "FUSED": 1})
+        if single(p):
+            found.append({"GLUON": 1, "FUSED": 2})
     return found if only else [_PORTABLE, *found]
 
 
 def fuses(p: Plan) -> bool:
     """Whether the single backward kernel is offered: full attention over at most two tiles of keys."""
     return p.d == 128 and p.mask == "full" and p.k_bound <= 2 * _ROWS and not p.broadcast
+
+
+def single(p: Plan) -> bool:
+    """Whether the backward kernel is offered that sums dQ in memory, rounded each time: where at most ten shares are added to a row."""
+    return p.d == 128 and not p.broadcast and (0 < p.band <= 1024 or (p.mask == "full" and p.k_bound <= 2 * _ROWS))
 
 
 def wide(p: Plan) -> bool:
@@ -323,6 +333,34 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         )  # fmt: skip
 
     choose_and_run(x, "hopper.bwd", _both_sides, run)
+    return dq, dk, dv
+
+
+def _one(x: Inputs, results: Saved, dout: Tensor) -> Saved:
+    """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS."""
+    from gem_kernels.triton.attention.rows import attention_delta_kernel
+    from gem_kernels.triton.hopper.backward_one import hopper_bwd_one_kernel
+
+    p = x.plan
+    out, lse = results if p.softmax else (None, None)
+    dout = _addressable(dense_columns(dout))
+    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
+    delta = None
+    if p.softmax:
+        delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
+        launch(
+            attention_delta_kernel, (p.heads * -(-x.out_rows // _DELTA_ROWS),), x.device,
+            out, dout, delta, *out.stride()[:2], *dout.stride()[:2], x.out_rows, 1.0 / p.out_scale if p.out_scale else 0.0,
+            H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
+        )  # fmt: skip
+    tiles = x.sample_tiles(x.q_offsets)
+    launch(
+        hopper_bwd_one_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), _box(dk, 64), _box(dv, 64), dq, dk, dv, lse, delta,
+        _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+        x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
+        HKV=p.kv_heads, ADDS=False, STAGES=2, **_constants(x),
+    )  # fmt: skip
     return dq, dk, dv
 
 

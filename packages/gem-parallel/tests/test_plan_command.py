@@ -112,7 +112,7 @@ TABLES = (*(Table(f"e{i}", 400_000, 64, 1, 1.0, 30.0) for i in range(2)), *(Tabl
     [
         (Dense(8, 1, 1), Sparse("local", 1, 8)),
         (Dense(1, 8, 1, reshard=False), Sparse("torchrec", 8, 1, cuts=("row", "table"))),
-        (Dense(2, 2, 2), Sparse("gem-2d", 4, 2, exchange="touched", cuts=("table", "row"))),
+        (Dense(2, 2, 2), Sparse("gem-2d", 4, 2, exchange="touched", cuts=("table", "row"), element=2)),
         (Dense(2, 4, 1), Sparse("gem-2d", 2, 4, exchange="whole", schedule="torchrec", cuts=("row", "row"))),
         (
             Dense(2, 4, 1, collective="copy-engine"),

@@ -15,7 +15,9 @@ from gem_core.errors import ConfigError
 from gem_parallel.plan.activations import Saved
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sparse, table_classes
 from gem_parallel.plan.cluster import load_cluster
+from gem_parallel.plan.engine import HOST
 from gem_parallel.plan.explain import baselines, efficiency, neighbours
+from gem_parallel.plan.memory import rooms, table_memory
 from gem_parallel.plan.search import Estimate, Space, plan
 from gem_parallel.plan.settings import from_parallel
 from gem_parallel.plan.simulate import simulate
@@ -149,6 +151,56 @@ def test_a_step_takes_no_less_than_its_launches() -> None:
     assert sum(bound.breakdown.values()) == pytest.approx(bound.seconds)
     assert bound.breakdown["launches"] == pytest.approx(bound.seconds - plain.seconds)
     assert at(100.0, 2000.0, captured=True).seconds == at(0.0, 0.0, captured=True).seconds < bound.seconds
+
+
+def test_the_host_moves_whole_copies_unit_by_unit() -> None:
+    work = replace(workload(tables=tuple(Table(f"t{i}", 4_000_000, 128, 1, 1.0) for i in range(8))), captured=False)
+    place = cluster((2, 300, 1, 1), launch_us=1e5)
+    space = Space.build(work, place, 2)
+    told = {}
+    for collective in ("default", "copy-engine"):
+        sparse = Sparse("gem-2d", 1, 2, exchange="whole", cuts=("table",), collective=collective)
+        ops = space.estimate(Dense(2, 1, 1), sparse).ops
+        told[collective] = sum(float(op.seconds) for op in ops if op.stream == HOST) * 10
+    # 16.5 GB are 16 units: gathered for forward and for backward, and averaged; weights and state
+    assert told == {"default": pytest.approx(16 * 3 * 2), "copy-engine": pytest.approx(16 * 3 * 2 * 2)}
+
+
+def test_rows_in_bf16_halve_what_travels() -> None:
+    work = workload(tables=TABLES, lengths=np.full(64, 30))
+    space = Space.build(work, cluster((4, 300, 1, 1)), 4)
+    sizes = []
+    for element in (4, 2):
+        sparse = Sparse("gem-2d", 2, 2, exchange="touched", cuts=("table", "table"), element=element)
+        estimate = space.estimate(Dense(4, 1, 1), sparse)
+        price = next(op.cost for op in estimate.ops if op.name == "fetch rows")
+        sizes.append(
+            (price.loads[0], estimate.memory.points[0][1]["embeddings"] - space.memory(Dense(4, 1, 1), sparse).points[3][1]["embeddings"])
+        )
+    assert sizes[1] == pytest.approx([x / 2 for x in sizes[0]])
+
+
+def test_captured_steps_have_rooms_for_the_batches_that_come() -> None:
+    """Each keeps gradients of its rows; batches of equally long histories need one."""
+    alike = replace(workload(tables=TABLES, lengths=np.full(64, 30)), captured=True)
+    varied = replace(alike, lengths={"h": np.tile([0, 60], 32)})
+    assert rooms(alike) == 1
+    assert rooms(varied) == round(4.0 * (30 / 30 / 16) / 0.02)
+    assert rooms(replace(varied, batch=4)) == 16
+    sparse, own = Sparse("fbgemm", 1, 1), 256 * (2 * 30 + 8) * 64 * 4
+    more = table_memory(varied, sparse).held - table_memory(alike, sparse).held
+    assert more == pytest.approx((rooms(varied) - 1) * own)
+
+
+def test_whole_copies_live_as_long_as_their_strategy_keeps_them() -> None:
+    work = workload(tables=TABLES, saved=2e7)
+    held = table_memory(work, Sparse("torchrec", 2, 1, cuts=("table", "table"))).held
+    torchrec = table_memory(work, Sparse("torchrec-2d", 2, 2, exchange="whole", schedule="torchrec", cuts=("table", "table")))
+    ours = table_memory(work, Sparse("gem-2d", 2, 2, exchange="whole", schedule="torchrec", cuts=("table", "table")))
+    article = table_memory(work, Sparse("gem-2d", 2, 2, exchange="whole", cuts=("table", "table"), collective="copy-engine"))
+    assert [t.backward for t in (torchrec, ours, article)] == pytest.approx([0.0, held, min(held, 2 * 2**30)])
+    assert article.outside == pytest.approx(held / 2)
+    assert torchrec.outside == ours.outside == 0.0
 
 
 def test_layers_that_nobody_shares_cost_the_host_what_shared_ones_do() -> None:

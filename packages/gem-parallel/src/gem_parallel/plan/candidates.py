@@ -78,7 +78,8 @@ class Sparse:
     """How tables are spread: ``strategy`` of ``[parallel]`` with its options, and how each class of tables is cut over the model axis.
 
     ``exchange``: "none" (every rank holds all rows of its model shard), "average" (whole copies, averaged every step), "whole" or "touched"
-    (storage sharded over the replicas). ``collective``: the back end that whole copies are gathered and averaged by.
+    (storage sharded over the replicas). ``collective``: the back end that whole copies are gathered and averaged by. ``element``: bytes of
+    a value of looked-up rows and of their gradients.
     """
 
     strategy: Literal["local", "fbgemm", "torchrec", "torchrec-2d", "gem-2d"]
@@ -89,10 +90,16 @@ class Sparse:
     schedule: Literal["article", "torchrec"] = "article"
     cuts: tuple[Sharding, ...] = ()
     collective: str = "default"
+    element: int = 4
 
     @property
     def world(self) -> int:
         return self.model * self.replica
+
+    @property
+    def width(self) -> float:
+        """Bytes of looked-up rows over those of fp32, which layouts count in."""
+        return self.element / 4
 
     @property
     def spread_over_replicas(self) -> bool:

@@ -47,8 +47,9 @@ class Comparison:
 
     @property
     def predicted_bytes(self) -> float:
-        """Without what the context and the communication library hold, which no allocator reports."""
-        return self.predicted.memory.bytes - self.predicted.memory.at_peak["buffers"]
+        """Without what the allocator does not count: what the context and the communication library hold, and memory that peers read."""
+        memory = self.predicted.memory
+        return memory.bytes - memory.at_peak["buffers"] - memory.outside
 
     @property
     def memory_error(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gem_parallel.plan.candidates import Dense, Sparse
+from gem_parallel.plan.candidates import COPY_ENGINE, Dense, Sparse
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.shards import layout
 from gem_parallel.plan.workload import Unit, Workload
@@ -16,9 +16,11 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "gathered c
 
 @dataclass(frozen=True)
 class Memory:
-    """``points``: (name, bytes by category) in the order of the step; ``peak``: index of the fullest."""
+    """``points``: (name, bytes by category) in the order of the step; ``peak``: index of the fullest. ``outside``: bytes of them that the
+    allocator of torch does not count, besides the buffers."""
 
     points: tuple[tuple[str, Mapping[str, float]], ...]
+    outside: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -93,12 +95,14 @@ def _gathered(unit: Unit, workload: Workload, dense: Dense) -> float:
 @dataclass(frozen=True)
 class TableMemory:
     """``held``: tables and accumulators for the whole step; ``front``, ``back``: what comes on top before the first layer's forward and
-    after the last gradient; ``backward``: all through backward."""
+    after the last gradient; ``backward``: all through backward. ``outside``: what of ``held`` other GPUs may read, which the allocator of
+    torch does not count."""
 
     held: float
     front: float
     back: float
     backward: float = 0.0
+    outside: float = 0.0
 
 
 def table_memory(workload: Workload, sparse: Sparse) -> TableMemory:
@@ -106,24 +110,42 @@ def table_memory(workload: Workload, sparse: Sparse) -> TableMemory:
     if not workload.tables:
         return TableMemory(0.0, 0.0, 0.0)
     where = layout(workload.tables, sparse.cuts, sparse.model)
-    batch = workload.batch * sparse.model
-    rows = workload.batch * where.received + batch * where.sent_max
-    # The rows that a graph reads and their gradients have memory of their own.
-    fixed = 2.0 * workload.batch * where.received if workload.captured else 0.0
+    batch, width = workload.batch * sparse.model, sparse.width
+    own = workload.batch * where.received * width
+    rows = own + batch * where.sent_max * width
+    # The rows that graphs read are shared by all rooms, with an eighth to spare; each room has gradients of them of its own.
+    fixed = (1.125 + rooms(workload)) * own if workload.captured else 0.0
     if sparse.strategy == "local" and sparse.world > 1:
         rows += sparse.world * workload.batch * where.read_max
     if not sparse.spread_over_replicas:
         return TableMemory(where.held_max + fixed, rows, rows)
     held = where.held_max / sparse.replica + fixed
     if sparse.exchange == "touched":
-        touched = batch * where.read_max
+        touched = batch * where.read_max * width
         return TableMemory(held, rows + touched, rows + 2 * touched)
-    # Under the article's schedule a few units of tables are whole at a time; under TorchRec's all are, from backward to the look-up.
+    outside = where.held_max / sparse.replica if sparse.collective == COPY_ENGINE else 0.0
+    # Under the article's schedule a few units of tables are whole at a time, which are gathered for the update beside the dense part; under
+    # TorchRec's all are, from backward to the look-up. TorchRec itself gathers them once backward has come to the look-ups.
     if sparse.schedule == "article":
         options = Gem2dConfig()
         copy = min(where.held_max, options.window * options.unit_mb * 2.0**20)
-        return TableMemory(held, rows + copy, rows + copy)
-    return TableMemory(held, rows + where.held_max, rows + where.held_max, backward=where.held_max)
+        return TableMemory(held, rows + copy, rows + copy, copy, outside)
+    ahead = where.held_max if sparse.strategy == "gem-2d" else 0.0
+    return TableMemory(held, rows + where.held_max, rows + where.held_max, ahead, outside)
+
+
+MOST, BAND, SPREAD = 16, 0.02, 4.0
+"""Rooms of captured steps (`gem_core.train.captured`): at most so many that lie close, each for batches of up to 2 % fewer events; and the
+standard deviations of a batch's events that they span in a run of some hundred steps."""
+
+
+def rooms(workload: Workload) -> int:
+    """Rooms that a run of captured steps has, from how much the events of its batches vary."""
+    lengths = sum(values for name, values in workload.lengths.items() if name)
+    if isinstance(lengths, int) or not lengths.any():
+        return 1
+    deviation = float(lengths.std() / lengths.mean()) / workload.batch**0.5
+    return max(1, min(MOST, round(SPREAD * deviation / BAND)))
 
 
 def table_points(names: Sequence[str], tables: TableMemory) -> list[float]:
@@ -141,4 +163,5 @@ def step_memory(dense: Sequence[tuple[str, dict[str, float]]], tables: TableMemo
     """Both parts together, with what the cluster file reserves."""
     more = table_points([name for name, _ in dense], tables)
     reserved = cluster.gpu.reserved_gb * 1e9
-    return Memory(tuple((name, {**amounts, "embeddings": extra, "buffers": reserved}) for (name, amounts), extra in zip(dense, more)))
+    points = tuple((name, {**amounts, "embeddings": extra, "buffers": reserved}) for (name, amounts), extra in zip(dense, more))
+    return Memory(points, tables.outside)

@@ -9,6 +9,7 @@ operations, in whatever order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from gem_parallel.plan.engine import HOST, Op, Times
 from gem_parallel.plan.network import Axes, Cost, Group, Kind, cost
 from gem_parallel.plan.shards import Layout, layout
 from gem_parallel.plan.workload import Lengths, PartWork, Unit, Workload
+from gem_parallel.sparse.config import Gem2dConfig
 
 ADAMW_BYTES = 28
 """Read and written for a parameter by AdamW: parameter, gradient and both moments in, parameter and both moments out, fp32."""
@@ -148,7 +150,8 @@ def step(
     part.finish()
     build.compute("host", "host", cluster.gpu.overhead_ms * 1e-3)
     if not workload.captured:
-        build.launches(workload.launches, len(workload.units) if dense is not None and dense.hooked else 0)
+        hooked = len(workload.units) if dense is not None and dense.hooked else 0
+        build.launches(workload.launches + (tables.calls if tables else 0), hooked)
     return build.ops
 
 
@@ -285,9 +288,19 @@ class _Tables:
             self.read = np.array(self.layout.read)[coordinates]
         self.full: int | None = None
 
+    @property
+    def calls(self) -> float:
+        """Operations of ``gem-2d`` that move whole copies, unit by unit, weights and state apart: gathers before one pass or both, and
+        averages. Each copy between GPUs has a wait for its peer beside it."""
+        if self.sparse.strategy != "gem-2d" or self.sparse.exchange != "whole" or not self.over_replicas[0]:
+            return 0.0
+        passes = 3 if self.sparse.schedule == "article" else 2
+        by_copies = 2 if self.sparse.collective == COPY_ENGINE else 1
+        return math.ceil(self.layout.held_max / (Gem2dConfig().unit_mb * 2.0**20)) * 2 * passes * by_copies
+
     def _exchange(self, name: str, per_sample_mean: float, per_sample_max: float, stream: str, after: Iterable[int | None]) -> int | None:
         axes, group = self.over_model
-        size = max(self.workload.batch * per_sample_mean, self.batch * per_sample_max)
+        size = max(self.workload.batch * per_sample_mean, self.batch * per_sample_max) * self.sparse.width
         return self.build.collective(name, "embedding all-to-all", stream, "all-to-all", size, group, axes, after)
 
     def _whole(self, name: str, kind: Kind, after: Iterable[int | None]) -> int | None:
@@ -300,7 +313,7 @@ class _Tables:
     def _touched(self, name: str, after: Iterable[int | None], *, rows: bool) -> int | None:
         """Rows that the busiest rank fetches from its replicas' storage, or their gradients on the way back."""
         axes, group = self.over_replicas
-        size = self.batch * (self.layout.read_max if rows else self.layout.touched_max * ID)
+        size = self.batch * (self.layout.read_max * self.sparse.width if rows else self.layout.touched_max * ID)
         return self.build.collective(name, "table replicas", "replicas", "all-to-all", size, group, axes, after)
 
     def forward(self) -> int | None:

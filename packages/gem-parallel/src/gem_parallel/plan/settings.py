@@ -26,6 +26,8 @@ def to_parallel(dense: Dense, sparse: Sparse, workload: Workload) -> dict[str, A
     options: dict[str, Any] = {}
     if sparse.strategy == "gem-2d":
         options = {"exchange": sparse.exchange, "schedule": sparse.schedule}
+        if sparse.element == 2:
+            options["output"] = "bf16"
         if sparse.collective != "default":
             options["collective"] = sparse.collective
     elif sparse.strategy == "torchrec-2d":
@@ -68,7 +70,7 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
 
     known: dict[str, Callable[[], list[Sparse]]] = {
         "local": lambda: [Sparse("local", 1, world)],
-        "fbgemm": lambda: [Sparse("fbgemm", 1, world)],
+        "fbgemm": lambda: [Sparse("fbgemm", 1, world, element=_element(sparse_options))],
         "torchrec": lambda: [Sparse("torchrec", world, 1, cuts=c) for c in cuts(("row", "table", "column"))],
         "torchrec-2d": lambda: [
             Sparse(
@@ -80,7 +82,7 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
         "gem-2d": lambda: [
             Sparse(
                 "gem-2d", mesh.model, mesh.replica, exchange=sparse_options.exchange, schedule=sparse_options.schedule, cuts=c,
-                collective=sparse_options.collective,
+                collective=sparse_options.collective, element=_element(sparse_options),
             )
             for c in cuts(("row", "table"))
         ],
@@ -88,6 +90,10 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
     if p.sparse not in known:
         raise _unknown("sparse", p.sparse)
     return dense, known[p.sparse]()
+
+
+def _element(options: Any) -> int:
+    return 2 if options.output == "bf16" else 4
 
 
 def _asked(options: Any, table: str) -> Any:

@@ -112,6 +112,24 @@ def test_what_the_system_refuses_is_told(tmp_path: Path, capsys):
         main(["fail", "--debug"])
 
 
+@pytest.mark.parametrize("what", ["tables", "list"])
+def test_memory_that_cannot_be_had_is_told(what: str, capsys):
+    def register(app):
+        @app.command()
+        def fail() -> None:
+            if what == "list":
+                raise MemoryError
+            import torch
+
+            torch.empty(2**50)
+
+    add("acme", register)
+    assert main(["fail"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is too little memory: ")
+    assert "gemrec doctor CONFIG" in told
+
+
 def test_globals_stand_anywhere():
     assert split_globals(["--debug", "train", "x"]) == (["train", "x"], True, ())
     assert split_globals(["train", "--no-plugin", "a", "x", "--no-plugin=b"]) == (["train", "x"], False, ("a", "b"))

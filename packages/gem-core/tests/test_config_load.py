@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gem_core import plugins
 from gem_core.config import FrozenConfig, callback_configs, config_from_dict, dump_toml, load_config, model_config, resolve, source_features
@@ -29,6 +29,12 @@ class Tower(FrozenConfig):
 
     depth: int = 1
     kind: str = "plain"
+
+    @model_validator(mode="after")
+    def _check(self) -> Tower:
+        if self.kind == "none" and self.depth:
+            raise ValueError("a tower of no kind has depth 0")
+        return self
 
 
 class ToyModel(FrozenConfig):
@@ -165,6 +171,7 @@ def test_overrides_are_typed_as_toml(write):
         ("=1", "'' is not a configuration key"),
         ("run.seed.x=1", r"run\.seed = \{\"x\": 1\}"),
         ("train.clip_norm=-1", r"train\.clip_norm = -1: input should be greater than 0"),
+        (f"run.seed={2**63}", r"run\.seed = 9223372036854775808: input should be less than or equal to 4611686018427387904"),
         ("run.device=gpu", r"run\.device = \"gpu\": input should be 'auto', 'cpu' or 'cuda'"),
     ],
 )
@@ -247,11 +254,12 @@ def test_options_of_plugins_are_typed(write):
     ("extra", "words"),
     [
         ("model.layerz=1", r"unknown key model\.layerz\n.*did you mean model\.layers\?"),
-        ("model.depth=1", r"unknown key model\.depth\n.*\n.*there is model\.tower\.depth"),
+        ("model.depth=1", r"unknown key model\.depth\n.*\n.*there is model\.tower\.depth; keys here are: .*, layers, .*widths"),
         ("model.layers=0", r"model\.layers = 0: input should be greater than 0"),
         ("model.side.dept=1", r"^unknown key model\.side\.dept\n.*\n.*did you mean model\.side\.depth\?$"),
         ("model.side.depth=x", r'^model\.side\.depth = "x": input should be a valid integer'),
         ("model.side=3", r"^model\.side = 3: input should be a table or input should be False\n"),
+        ("model.side.kind=none", r"^a tower of no kind has depth 0\n  where: model\.side "),
         ("model.kinds=ful", r"^model\.kinds = \"ful\": input should be 'full' or 'window' or input should be a valid (array|tuple)\n"),
         ("model.kinds=['full', 'windo']", r"^model\.kinds\.1 = \"windo\": input should be 'full' or 'window'"),
         ("model.preset=tiny", r"^the model 'toy' has no presets\n.*model\.preset"),

@@ -17,7 +17,7 @@ from torch import nn
 import gem_core.train.measure as measure
 from gem_core.batch import Batch
 from gem_core.config.schema import Eval
-from gem_core.errors import ConfigError, DataError, DeviceError, RunError
+from gem_core.errors import CheckpointError, ConfigError, DataError, DeviceError, RunError
 from gem_core.metrics import Value
 from gem_core.model.contract import ModelOutput
 from gem_core.train.build import Parts
@@ -28,6 +28,7 @@ from gem_core.train.feed import Feed
 from gem_core.train.logs import Progress, result_lines
 from gem_core.train.measure import Meter, Peak, peak, peak_resident
 from gem_core.train.mesh import Mesh
+from gem_core.train.pack import read_json
 from gem_core.train.runfolder import clean
 from gem_core.train.runtime import Runtime, choose_device
 
@@ -257,6 +258,16 @@ def test_best_knows_what_better_is():
     again = Best.of(Eval(), tasks)
     again.load_state_dict(ne.state_dict())
     assert again == ne
+    with pytest.raises(ConfigError, match="monitor = 'ne' is not evaluated"):
+        Best.of(Eval(metrics=()), tasks)
+
+
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    for name, fault in (("run.json", "is damaged"), ("meta.json", "cannot be read")):
+        with pytest.raises(CheckpointError, match=f"{name} {fault}") as error:
+            read_json(tmp_path / name)
+        assert error.value.fix == "put it back from a copy, or use an older checkpoint"
 
 
 # What people read

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from gem_core.errors import GemError
+from gem_core.errors import GemError, RunError
 
 USAGE = 2
 
@@ -36,21 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             _print_error(error)
             return error.exit_code
-        except OSError as error:
-            if debug:
+        except Exception as error:
+            told = _machine(error)
+            if debug or told is None:
                 raise
-            _print_error(_as_user_error(error))
-            return USAGE
+            _print_error(told)
+            return told.exit_code
     return 0
 
 
-def _as_user_error(error: OSError) -> GemError:
-    """What the system refused: a path or a device that only the user can mend, wherever it was met."""
-    return GemError(
-        f"the system refused: {error.strerror or error}",
-        where=None if error.filename is None else str(error.filename),
-        fix="check that the path is there, is yours to write, and has space; --debug shows what was being done",
-    )
+def _machine(error: Exception) -> GemError | None:
+    """What the machine refused, wherever it was met: paths, space and memory are the user's to mend. None for a fault of the program."""
+    if isinstance(error, OSError):
+        return GemError(
+            f"the system refused: {error.strerror or error}",
+            where=None if error.filename is None else str(error.filename),
+            fix="check that the path is there, is yours to write, and has space; --debug shows what was being done",
+        )
+    # The CPU's allocator of torch raises a RuntimeError; torch itself is not imported for asking.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        return RunError(
+            f"there is too little memory: {str(error).splitlines()[0] if str(error) else 'no more could be had'}",
+            fix="`gemrec doctor CONFIG` weighs tables and parameters; take fewer table rows, a smaller data.batch_size or more devices",
+        )
+    return None
 
 
 def _print_error(error: GemError) -> None:

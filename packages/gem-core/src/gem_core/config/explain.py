@@ -139,8 +139,10 @@ def _of_one_branch(config_type: type[BaseModel], errors: Iterable[Any]) -> list[
             unions.setdefault(union, {}).setdefault(branch, []).append(told)
     for union, branches in unions.items():
         deepest = max(branches.values(), key=lambda found: max(len(e["loc"]) for e in found))
-        if max(len(e["loc"]) for e in deepest) > len(union):
-            plain += deepest
+        # A check of a branch's own runs only where its types fit: then the value was meant for that branch.
+        checked = [e for found in branches.values() for e in found if e["type"] == "value_error"]
+        if checked or max(len(e["loc"]) for e in deepest) > len(union):
+            plain += checked or deepest
         else:
             messages = [e["msg"] if i == 0 else _lower(e["msg"]) for i, found in enumerate(branches.values()) for e in found]
             plain.append({**deepest[0], "type": "union", "msg": " or ".join(messages)})
@@ -194,7 +196,7 @@ class _Fault:
             if near:
                 self.fix = f"did you mean {'.'.join((*path[:-1], near[0]))}?"
             elif elsewhere:
-                self.fix = f"there is {' and '.join(elsewhere[:4])}"
+                self.fix = f"there is {' and '.join(elsewhere[:4])}; keys here are: {', '.join(valid) or 'none'}"
             else:
                 self.fix = f"keys here are: {', '.join(valid) or 'none'}"
         elif kind == "missing" and loc[-1].isdigit():

@@ -30,7 +30,7 @@ class Run(FrozenConfig):
 
     name: str = Field("run", min_length=1)
     dir: str = Field("runs", description="run folders are created below this one")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**62)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; None: leave it")
 

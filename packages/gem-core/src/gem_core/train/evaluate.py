@@ -127,7 +127,7 @@ class Best:
         better = dict.fromkeys(names(ranks.k), "higher") if retrieval else {n: b().better for n, b in metric_builders(config).items()}
         if task not in tasks or metric not in better:
             raise ConfigError(
-                f"monitor = {config.monitor!r} is not evaluated",
+                f"monitor = {config.monitor or default!r} is not evaluated",
                 where="eval.monitor",
                 fix=f"tasks: {', '.join(tasks)}; metrics: {', '.join(better)} (more in eval.{'ranking.k' if retrieval else 'metrics'})",
             )

@@ -77,14 +77,17 @@ def write_json(path: Path, value: Any) -> Written:
     return file.written
 
 
+_FIX = "put it back from a copy, or use an older checkpoint"
+
+
 def read_json(path: Path) -> Any:
     """:raises CheckpointError: missing, or not JSON."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent)) from error
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent), fix=_FIX) from error
     except ValueError as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path.parent), fix="use an older checkpoint") from error
+        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path.parent), fix=_FIX) from error
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -44,12 +44,12 @@ SETTLING = 90
 def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path | None = None, profiled: bool = False) -> dict[str, Any]:
     """Run ``warmup`` and then ``steps`` training steps; returns what one device does and needs.
 
-    ``step_ms`` (median over windows of 5 steps, and the fastest and slowest window; a window in which a captured step met a kind of batch
-    that it had to record is ``repeated``, up to twice as many as there are), ``samples_per_s`` of all ranks, ``tflops`` and ``mfu``
-    of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of data, forward, backward and
-    optimizer a step, ``first_step_s`` (the steps of `check` included, since they compile), ``peak_memory_bytes`` and what was reserved of
-    the device's memory, where what graphs need counts too, the losses, what `check` found, and the imbalance (max over mean work of the
-    ranks).
+    ``step_ms`` (median over windows of 5 steps, without a wait between them, and the fastest and slowest window; a window in which a
+    captured step met a kind of batch that it had to record is ``repeated``, up to twice as many as there are), ``samples_per_s`` of all
+    ranks, ``tflops`` and ``mfu`` of one device from the FLOPs of real events, ``wasted`` (share of the events that are padding), seconds of
+    data, forward, backward and optimizer a step, ``first_step_s`` (the steps of `check` included, since they compile),
+    ``peak_memory_bytes`` and what was reserved of the device's memory, where what graphs need counts too, the losses, what `check` found,
+    and the imbalance (max over mean work of the ranks).
     ``profiled``: three more steps run under the profiler, and their times (of rank 0) are in ``profile``; ``traces`` is a folder for the
     trace and the summary with its kernels.
 
@@ -64,18 +64,19 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         model = parts.model
         built_s = time.perf_counter() - began
         held_against = peak(device_name(rt.device), parts.precisions())
-        meter = Meter(rt.device, held_against)
-        step, outcomes = TrainStep(parts, config, rt, meter), Outcomes(rt.device)
+        step, outcomes = TrainStep(parts, config, rt, Meter(rt.device, held_against)), Outcomes(rt.device)
         parts.module.train()
         began = time.perf_counter()
         checked = check(step, outcomes, resolved, rt)
         groups = grouped(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate, step.looks_ahead)
         step.set_lr(1.0)
         losses: list[float] = []
-        windows: list[dict[str, Any]] = []
         events: list[tuple[int, int]] = []
 
-        def run(count: int) -> None:
+        def run(count: int) -> Meter:
+            # Each time another meter, read in the end: reading waits for the device, which would then wait for the host.
+            meter = step.meter = Meter(rt.device, held_against)
+            step._mark = meter.mark
             meter.mark(None)
             for _ in range(count):
                 batches, following = next(groups)
@@ -86,6 +87,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
                     events.append((fed.host.tokens, _real_events(fed.host)))
                     meter.count(fed.host.size, events[-1][1], _real_flops(model, fed.host))
                 losses.extend(o.loss / o.weight for o in outcomes.ready())
+            return meter
 
         run(1)
         _wait(rt)
@@ -96,21 +98,21 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
             run(2 * WINDOW)
             if not rt.count([step.news > known])[0]:
                 break
-        _wait(rt)
-        meter.window()
         if rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(rt.device)
         events.clear()
         sizes = [min(WINDOW, steps - start) for start in range(0, steps, WINDOW)]
+        meters: list[Meter] = []
         repeated = 0
-        while len(windows) < len(sizes):
+        while len(meters) < len(sizes):
             known = step.news
-            run(sizes[len(windows)])
-            window = meter.window(rt.world)
+            meter = run(sizes[len(meters)])
             if repeated < 2 * len(sizes) and rt.count([step.news > known])[0]:
                 repeated += 1
             else:
-                windows.append({**window, "step_s": sum(float(window.get(f"{p}_s") or 0) for p in (*PHASES, "captured"))})
+                meters.append(meter)
+        _wait(rt)
+        windows = [_window(meter, rt) for meter in meters]
         losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
         memory = max(rt.gather_objects(peak_memory(rt.device)))
         held, real = (sum(counts) for counts in zip(*events))
@@ -131,6 +133,11 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
             "world": rt.world,
             **environment(rt.device),
         }
+
+
+def _window(meter: Meter, rt: Runtime) -> dict[str, Any]:
+    found = meter.window(rt.world)
+    return {**found, "step_s": sum(float(found.get(f"{p}_s") or 0) for p in (*PHASES, "captured"))}
 
 
 CHECKED, CHECKED_LENGTH = 64, 192

@@ -4,7 +4,9 @@
 
 The products are those of the tower in `gem_parallel.bench.embeddings` (72 of 4096 x 8192 by 8192 in bf16), the bytes those of one GPU
 of two in a step of ``exchange = "whole"``: means of 4 GiB with 4 GiB that were sent, and copies of 4 GiB. ``slower ms``: how much later
-the last product ends; the rows without SMs show what bytes alone cost.
+the last product ends; the rows without SMs show what bytes alone cost. Products of equal numbers do the same work with less power, since
+fewer bits change: what bytes cost there is not the power's doing. ``W``: mean, from the counter of energy; ``capped``: share of readings
+at which power held the clock down.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ def copies(sms: int) -> Work:
 
 def rows() -> list[tuple[str, Work]]:
     found: list[tuple[str, Work]] = [("copy by a copy engine", lambda own, sent, out: engine_copy(own, sent))]
-    for sms in (16, 8, 4, 2):
+    for sms in (16, 4):
         found += [(f"mean, {sms} SMs", sums(sms)), (f"copy, {sms} SMs", copies(sms))]
-    return [*found, ("copy, plain", lambda own, sent, out: sent.copy_(own)), ("mean, all SMs", sums(132))]
+    return found
 
 
 class Clock:
@@ -78,22 +80,32 @@ class Clock:
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
         self.library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self.device))
 
-    def read(self) -> tuple[int, float]:
-        """MHz and watts."""
-        mhz, milliwatts = ctypes.c_uint(0), ctypes.c_uint(0)
+    def read(self) -> tuple[int, bool]:
+        """MHz, and whether the limit of power holds them down."""
+        mhz, reasons = ctypes.c_uint(0), ctypes.c_ulonglong(0)
         self.library.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(mhz))
-        self.library.nvmlDeviceGetPowerUsage(self.device, ctypes.byref(milliwatts))
-        return mhz.value, milliwatts.value / 1e3
+        self.library.nvmlDeviceGetCurrentClocksThrottleReasons(self.device, ctypes.byref(reasons))
+        return mhz.value, bool(reasons.value & 0x4)
+
+    def joules(self) -> float:
+        """Since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong(0)
+        self.library.nvmlDeviceGetTotalEnergyConsumption(self.device, ctypes.byref(millijoules))
+        return millijoules.value / 1e3
 
 
 class Beside:
     def __init__(self) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self.x = torch.randn(4096, 8192, device=device, dtype=torch.bfloat16) * 0.02
-        self.weights = [torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) * 0.01 for _ in range(LAYERS)]
+        self.x = torch.empty(4096, 8192, device=device, dtype=torch.bfloat16)
+        self.weights = [torch.empty(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(LAYERS)]
         self.parts = [[torch.rand(PART, device=device) for _ in range(3)] for _ in range(6)]
         self.side = torch.cuda.Stream(priority=-1)
         self.clock = Clock()
+
+    def fill(self, *, equal: bool) -> None:
+        for factor in (self.x, *self.weights):
+            factor.fill_(2.0**-6) if equal else factor.normal_(std=0.01)
 
     def step(self, work: Work | None) -> tuple[Any, Any]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -110,15 +122,20 @@ class Beside:
         return begin, end
 
     def products(self, work: Work | None, steps: int) -> dict[str, float]:
-        """Milliseconds of all products, and the median clock and power meanwhile."""
+        """Milliseconds of all products; clock, power and whether it was at its limit meanwhile."""
         self.step(work)
+        torch.cuda.synchronize()
+        used, begin = self.clock.joules(), time.perf_counter()
         marks = [self.step(work) for _ in range(steps)]
         seen = [self.clock.read()]
         while not marks[-1][1].query():
             seen.append(self.clock.read())
             time.sleep(2e-3)
-        mhz, watts = map(statistics.median, zip(*seen[len(seen) // 3 :]))
-        return {"ms": statistics.median(a.elapsed_time(b) for a, b in marks), "MHz": mhz, "W": watts}
+        torch.cuda.synchronize()
+        watts = (self.clock.joules() - used) / (time.perf_counter() - begin)
+        mhz, capped = zip(*seen[len(seen) // 3 :])
+        times = [a.elapsed_time(b) for a, b in marks]
+        return {"ms": statistics.median(times), "MHz": statistics.median(mhz), "W": watts, "capped": statistics.mean(capped)}
 
     def alone(self, work: Work) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -147,33 +164,31 @@ def check(bench: Beside, name: str, work: Work) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--budget", type=float, default=40.0, help="seconds after which nothing more is begun")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     began = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
     bench = Beside()
     found: list[dict[str, Any]] = []
-    before = bench.products(None, args.steps)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, work in rows():
-        if time.monotonic() - began > args.budget:
-            break
-        try:
+    for equal in (False, True):
+        bench.fill(equal=equal)
+        before = bench.products(None, args.steps)
+        for name, work in rows():
+            if time.monotonic() - began > args.budget:
+                break
             check(bench, name, work)
             alone, beside = bench.alone(work), bench.products(work, args.steps)
-        except RuntimeError as fault:
-            print(f"{name}: {str(fault).splitlines()[0]}", flush=True)
-            continue
-        after = bench.products(None, args.steps)
-        rate = (2 if name.startswith("copy") else 3) * 4 * PART * PIECES / alone * 1e-6
-        slower = beside["ms"] - (before["ms"] + after["ms"]) / 2
-        told = {"products ms": beside["ms"], "slower ms": slower, "MHz": beside["MHz"], "W": beside["W"]}
-        found.append({"work": name, "alone ms": alone, "GB/s": rate, **told, "MHz without": after["MHz"], "W without": after["W"]})
-        print(f"{time.monotonic() - began:5.1f} s  {found[-1]}", flush=True)
-        before = after
-        where = {**environment(bench.x.device), "command": "python docs/benchmarks/embeddings_beside.py"}
-        (args.out / "embeddings-beside.json").write_text(json.dumps({"environment": where, "rows": found}, indent=1) + "\n")
+            after = bench.products(None, args.steps)
+            rate = (2 if name.startswith("copy") else 3) * 4 * PART * PIECES / alone * 1e-6
+            without = {f"{key} without": (before[key] + after[key]) / 2 for key in before}
+            row = {"products of": "equal numbers" if equal else "random numbers", "beside": name, "alone ms": alone, "GB/s": round(rate)}
+            found.append({**row, "slower ms": beside["ms"] - without["ms without"], **beside, **without})
+            print(f"{time.monotonic() - began:5.1f} s  {found[-1]}", flush=True)
+            before = after
+            where = {**environment(bench.x.device), "command": "python docs/benchmarks/embeddings_beside.py"}
+            (args.out / "embeddings-beside.json").write_text(json.dumps({"environment": where, "rows": found}, indent=1) + "\n")
     (args.out / "embeddings-beside.md").write_text(f"# Products beside sums and copies\n\n{table(found)}\n")
 
 

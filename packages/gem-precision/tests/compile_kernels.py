@@ -38,7 +38,9 @@ def built(
     maxnreg: int | None = None,
 ) -> dict[str, Any]:
     signature = types | dict.fromkeys(constexprs, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t != "fp32" and not t.startswith("tensordesc")}
+    signature = {name: signature[name] for name in kernel.arg_names}
+    aligned = (i for i, t in enumerate(signature.values()) if t.startswith("*") or t == "i32")
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     options = {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": maxnreg} if maxnreg else {})
     target = GPUTarget("cuda", arch, 32)
     ptx = triton.compile(source(kernel, signature, constexprs, attributes), target=target, options=options).asm["ptx"]
@@ -100,8 +102,12 @@ def block_gemm(parts: bool) -> dict[str, Any]:
     narrow = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
     types = {"a": left, "b": right, "a_scales": "*fp32", "b_scales": "*fp32"}
     types |= {"out": "*fp32"} if parts else {"out": f"tensordesc<bf16[64, {COLUMNS}],{narrow!r}>", "bias": "*bf16"}
+    if not parts:
+        types["plus"] = types["out"]
     types |= dict.fromkeys(("M", "N", "tasks", "tiles_m", "tiles_n", "blocks", "per_part"), "i32")
-    constexprs = {"PARTS": parts, "STAGES": STAGES_OF_PARTS if parts else STAGES, "num_warps": 4} | ({"bias": None} if parts else {})
+    constexprs = {"PARTS": parts, "STAGES": STAGES_OF_PARTS if parts else STAGES, "num_warps": 4} | (
+        {"bias": None, "plus": None} if parts else {}
+    )
     return built(block_gemm_kernel, 90, types, constexprs, 4, source=GluonASTSource, maxnreg=168)
 
 

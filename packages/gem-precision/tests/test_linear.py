@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gem_core.errors import ConfigError, OpError
+from gem_core.model.layers import added_linear
 from gem_precision import linear_op
 from gem_precision.formats import quantize_fp8, quantize_mx
 from gem_precision.gemm import PAD, gemm, quantise, supports, with_spare_rows
@@ -179,16 +180,18 @@ def test_ops_keep_their_promises(name, wants_dw):
         x, w = torch.randn(45, 70, requires_grad=True), torch.randn(40, 70, requires_grad=wants_dw)
         b = torch.randn(40, requires_grad=wants_dw)
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(linear_op.linear, (x, w, b, site.key, torch.float32, "", 0.0, wants_dw, True), test_utils=tests)
-        y, data, scales, stats = linear_op.linear(x, w, b, site.key, torch.float32, "", 0.0, wants_dw, True)
+        told = (site.key, torch.float32, "", 0.0, wants_dw, True)
+        for plus in (None, torch.randn(45, 40, requires_grad=True)):
+            torch.library.opcheck(linear_op.linear, (x, w, b, *told, plus), test_utils=tests)
+        y, data, scales, stats = linear_op.linear(x, w, b, *told, None)
         with FakeTensorMode() as mode:
-            fakes = linear_op.linear(*map(mode.from_tensor, (x, w, b)), site.key, torch.float32, "", 0.0, wants_dw, True)
+            fakes = linear_op.linear(*map(mode.from_tensor, (x, w, b)), *told, None)
         for real, fake in zip((y, data, scales, stats), fakes):
             assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
         saved = x.detach() if wants_dw and site.policy.wgrad.b is None else None
-        told = (site.key, torch.float32, "", 0.0, True, wants_dw, wants_dw)
+        told_back = (site.key, torch.float32, "", 0.0, True, wants_dw, wants_dw)
         torch.library.opcheck(
-            linear_op.linear_backward, (torch.randn(45, 40), w.detach(), saved, data, scales, stats, *told), test_utils=tests[:2]
+            linear_op.linear_backward, (torch.randn(45, 40), w.detach(), saved, data, scales, stats, *told_back), test_utils=tests[:2]
         )
 
 
@@ -369,6 +372,34 @@ def test_bias(name, device):
         torch.testing.assert_close(db, g.float().sum(0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 300), pytest.param("cuda", 40_013, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["bf16", "fp8-block", "mxfp8"])
+def test_what_is_added_beside_the_product(name, device, tokens):
+    """`added_linear` by the linear itself: the sum that the two make one after the other, but for roundings, and the same gradients."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator().manual_seed(0)
+    policy = POLICIES["fp8-block"].all_bf16() if name == "bf16" else POLICIES[name]
+    layer = convert_linear(nn.Linear(384, 512).to(device), Site("s", "linear", [("p", policy)]))
+    x, residual, g = (
+        torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in ((tokens, 384), (tokens, 512), (tokens, 512))
+    )
+    x.requires_grad_()
+    residual.requires_grad_()
+    inputs = (x, residual, layer.weight, layer.bias)
+    with torch.autocast(device, torch.bfloat16):
+        y = added_linear(layer, x, residual)
+        product = layer(x)
+        apart = residual + product
+        wide = added_linear(layer, x, residual.float())
+    assert y.dtype == torch.bfloat16
+    assert wide.dtype == torch.float32
+    wanted = residual.float() + product.float()
+    assert ((y.float() - wanted).abs() <= 2**-8 * (product.float().abs() + y.float().abs()) + 2**-8).all()
+    for got, other in zip(torch.autograd.grad(y, inputs, g), torch.autograd.grad(apart, inputs, g)):
+        assert torch.equal(got, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
@@ -418,9 +449,10 @@ def test_products_of_many_rows_leave_in_sixteen_bits(tokens, n, k, dtype):
     assert parts_of(a, b) == 1
     wanted = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
     rest = torch.arange(tokens, device="cuda") != 5
-    for shift in (None, bias):
-        got = gemm(a, b, dtype, bias=shift)
-        exact = wanted if shift is None else wanted + shift.double()
+    residual = torch.randn(tokens, n, generator=generator, device="cuda").to(dtype)
+    for shift, plus in ((None, None), (bias, None), (None, residual), (bias, residual)):
+        got = gemm(a, b, dtype, bias=shift, plus=plus)
+        exact = wanted + sum(t.double() for t in (shift, plus) if t is not None)
         assert got.dtype == dtype
         assert got[5].isnan().all()
         ulp = torch.finfo(dtype).eps
@@ -429,7 +461,7 @@ def test_products_of_many_rows_leave_in_sixteen_bits(tokens, n, k, dtype):
         assert ((got[rest].double() - exact[rest]).abs() <= exact[rest].abs() * ulp / 2 + slack).all()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            again = gemm(a, b, dtype, bias=shift)
+            again = gemm(a, b, dtype, bias=shift, plus=plus)
         for _ in range(3):
             again.zero_()
             graph.replay()

@@ -101,16 +101,18 @@ def quantise_both(
     return first, second, column_sums(x) if sums else None
 
 
-def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """``a [M, K] @ b [N, K]^T`` (+ ``bias [N]`` in ``out_dtype``) with bf16 operands and fp32 accumulation."""
+def high_precision_gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
+    """``a [M, K] @ b [N, K]^T`` (+ ``bias [N]`` and ``plus [M, N]`` in ``out_dtype``) with bf16 operands and fp32 accumulation."""
     a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     if bias is not None and a.is_cuda and out_dtype == torch.bfloat16:
-        return torch.addmm(bias, a, b.t())
-    return _plus(_accumulate(a, b, out_dtype), bias)
+        return _plus(torch.addmm(bias, a, b.t()), plus)
+    return _plus(_accumulate(a, b, out_dtype), bias, plus)
 
 
-def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y.add_(bias)
+def _plus(y: Tensor, *others: Tensor | None) -> Tensor:
+    for other in others:
+        y = y if other is None else y.add_(other)
+    return y
 
 
 def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -121,8 +123,10 @@ def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.mm(a.float(), b.float().t()).to(out_dtype)
 
 
-def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "auto", bias: Tensor | None = None) -> Tensor:
-    """``a [M, K] @ b [N, K]^T`` (+ ``bias [N]`` in ``out_dtype``) of quantised operands, accumulated in fp32.
+def gemm(
+    a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "auto", bias: Tensor | None = None, plus: Tensor | None = None
+) -> Tensor:
+    """``a [M, K] @ b [N, K]^T`` (+ ``bias [N]`` and ``plus [M, N]`` in ``out_dtype``) of quantised operands, accumulated in fp32.
 
     :raises OpError: K differs, or the named back end cannot do it.
     """
@@ -141,12 +145,12 @@ def gemm(a: Quantised, b: Quantised, out_dtype: torch.dtype, backend: str = "aut
                 fix='choose backend = "auto" or "emulated"',
             )
     if backend == "torch":
-        return _scaled_mm(a, b, out_dtype, bias)
+        return _scaled_mm(a, b, out_dtype, bias, plus)
     if backend == "triton":
         from gem_precision.kernels.scaled_gemm import scaled_gemm
 
-        return _plus(scaled_gemm(a, b, out_dtype), bias)
-    return _plus(_emulated(a, b, out_dtype), bias)
+        return _plus(scaled_gemm(a, b, out_dtype), bias, plus)
+    return _plus(_emulated(a, b, out_dtype), bias, plus)
 
 
 def _warn_once(a: Quantised, b: Quantised) -> None:
@@ -237,17 +241,19 @@ def _decoded(q: Quantised, dtype: torch.dtype) -> Tensor:
     return decode_matrix(q, dtype) if q.data.is_cuda and decodes(q) else q.dequantize(dtype)
 
 
-def _scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _scaled_mm(
+    a: Quantised, b: Quantised, out_dtype: torch.dtype, bias: Tensor | None = None, plus: Tensor | None = None
+) -> Tensor:  # fmt: skip
     rows = a.shape[0]
     if isinstance(a, FP8) and isinstance(b, FP8) and serves(a, b) and (parts := parts_of(a, b)):
-        return block_gemm(a, b, parts, out_dtype, bias)
+        return block_gemm(a, b, parts, out_dtype, bias, plus)
     if isinstance(a, FP8) and a.block == (1, 128) and rows % ROWS:
         a = FP8(with_spare_rows(a.data), F.pad(a.scales, (0, 0, 0, -rows % ROWS), value=1.0), a.elem, a.block)
     if bias is not None and not (
         out_dtype == torch.bfloat16 and bias.is_contiguous() and adds_bias(a.data.device, type(a).__name__, a.block, b.block)
     ):
-        return _plus(_aligned_scaled_mm(a, b, out_dtype)[:rows], bias)
-    return _aligned_scaled_mm(a, b, out_dtype, bias)[:rows]
+        return _plus(_aligned_scaled_mm(a, b, out_dtype)[:rows], bias, plus)
+    return _plus(_aligned_scaled_mm(a, b, out_dtype, bias)[:rows], plus)
 
 
 @functools.lru_cache(maxsize=16)

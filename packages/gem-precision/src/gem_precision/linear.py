@@ -28,14 +28,15 @@ def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> 
 
 
 def _linear(
-    x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: str = "", eps: float = 0.0, training: bool = True
+    x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: str = "", eps: float = 0.0, training: bool = True,
+    plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     grad = torch.is_grad_enabled()
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if before else rows.to(dtype)
-    y = linear_op.linear(rows, w, b, site.key, dtype, before, eps, grad and w.requires_grad, grad and training)[0]
+    y = linear_op.linear(rows, w, b, site.key, dtype, before, eps, grad and w.requires_grad, grad and training, plus)[0]
     return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
 
 
@@ -83,6 +84,14 @@ class LowPrecisionLinear(nn.Linear):
         if self._has_few_rows(x) or not can_fuse(x, f"act:{name}", self.site.policy):
             return self(ACTIVATIONS[name](x))
         return _linear(x, self.weight, self.bias, self.site, f"act:{name}", training=self.training)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + self(x)`` of matrices; where the result has residual's dtype, the sum is beside the product and rounded once."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if self._has_few_rows(x) or residual.dtype != dtype or x.dim() != 2:
+            return residual + self(x)
+        return _linear(x, self.weight, self.bias, self.site, training=self.training, plus=residual)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.site.precision}"

@@ -67,11 +67,12 @@ Made = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @torch.library.custom_op("gem_precision::linear", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def linear(
-    x: Tensor, w: Tensor, b: Tensor | None, key: str, dtype: torch.dtype, before: str, eps: float, wants_dw: bool, samples: bool
+    x: Tensor, w: Tensor, b: Tensor | None, key: str, dtype: torch.dtype, before: str, eps: float, wants_dw: bool, samples: bool,
+    plus: Tensor | None,
 ) -> Made:  # fmt: skip
     """``x [M, K]``, ``w [N, K]``, ``b [N]`` -> ``y [M, N]`` in ``dtype``; x as the operand of wgrad (data as bytes, and scales), where
     ``wants_dw`` and the policy quantises it; the statistics of the norm in ``before``. What is not made is empty. ``samples``: a sample
-    may be taken."""
+    may be taken. ``plus [M, N]`` in ``dtype`` is added to y."""
     site, policy = site_of(key)
     site.enter(samples)
     fprop, wgrad, operands = policy.fprop, policy.wgrad, _Operands(policy, site)
@@ -97,9 +98,9 @@ def linear(
             operands.probe("wgrad", "x", x, along=0)
         bias = None if b is None else b.to(dtype)
         if qx is None:
-            y = high_precision_gemm(x, w, dtype, bias)
+            y = high_precision_gemm(x, w, dtype, bias, plus)
         else:
-            y = gemm(qx, operands.one("fprop.w", w, fprop, fprop.b), dtype, policy.backend, bias)  # type: ignore[arg-type]
+            y = gemm(qx, operands.one("fprop.w", w, fprop, fprop.b), dtype, policy.backend, bias, plus)  # type: ignore[arg-type]
     none = x.new_empty(0)
     data = none if saved_x is None else saved_x.data.contiguous().view(torch.uint8)
     # through one dimension: sides of length 1 may have any stride, and a compiled graph relies on the fake's
@@ -109,7 +110,8 @@ def linear(
 
 @linear.register_fake
 def _(
-    x: Tensor, w: Tensor, b: Tensor | None, key: str, dtype: torch.dtype, before: str, eps: float, wants_dw: bool, samples: bool
+    x: Tensor, w: Tensor, b: Tensor | None, key: str, dtype: torch.dtype, before: str, eps: float, wants_dw: bool, samples: bool,
+    plus: Tensor | None,
 ) -> Made:  # fmt: skip
     _, policy = site_of(key)
     m = x.shape[0]
@@ -187,7 +189,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
-    x, w, b, key, dtype, before, eps, wants_dw, _ = inputs
+    x, w, b, key, dtype, before, eps, wants_dw, *_ = inputs
     _, data, scales, stats = output
     # the site must live as long as the graph
     ctx.site, policy = site_of(key)
@@ -202,7 +204,8 @@ def _backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
     dx, dw, db = linear_backward(g, w, x, data, scales, stats, *ctx.told, wants_dx, wants_dw, wants_db)
     rest = (None,) * 6
-    return dx if wants_dx else None, dw if wants_dw else None, db.to(ctx.bias_dtype) if wants_db else None, *rest
+    d_plus = g if ctx.needs_input_grad[9] else None
+    return dx if wants_dx else None, dw if wants_dw else None, db.to(ctx.bias_dtype) if wants_db else None, *rest, d_plus
 
 
 linear.register_autograd(_backward, setup_context=_keep)
@@ -216,7 +219,7 @@ class Through(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, site: Site, dtype: torch.dtype, kind: str, eps: float, samples: bool
     ) -> tuple[Tensor, Tensor]:
         wants_dw = ctx.needs_input_grad[1]
-        y, data, scales, stats = linear(x, w, b, site.key, dtype, kind, eps, wants_dw, samples)
+        y, data, scales, stats = linear(x, w, b, site.key, dtype, kind, eps, wants_dw, samples, None)
         ctx.save_for_backward(w, x, data, scales, stats)
         # the site must live as long as the graph
         ctx.site, ctx.told, ctx.bias_dtype = site, (site.key, dtype, kind, eps), None if b is None else b.dtype

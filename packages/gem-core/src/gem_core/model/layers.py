@@ -231,8 +231,11 @@ class _AddedLinear(torch.autograd.Function):
 
 
 def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dropout | None = None) -> Tensor:
-    """``residual + dropout(linear(x))`` of rows ``[N, in]``."""
+    """``residual + dropout(linear(x))`` of rows ``[N, in]``. A module that a recipe put in a linear's place may do it at once:
+    ``linear.added(x, residual)``."""
     dropped = dropout is not None and dropout.p and dropout.training
+    if not dropped and hasattr(linear, "added"):
+        return linear.added(x, residual)  # type: ignore[no-any-return]
     if _many(x) and type(linear) is nn.Linear and not dropped and not torch.compiler.is_compiling():
         w, b = linear.weight, linear.bias
         if b is not None and {w.dtype, b.dtype, residual.dtype} == {x.dtype} and (run := add_linear.implementation(x, w)) is not None:

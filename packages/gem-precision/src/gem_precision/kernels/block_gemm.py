@@ -48,9 +48,12 @@ def parts_of(a: FP8, b: FP8) -> int:
     return next(parts for parts in range(2, most + 1) if busy(parts) >= 0.95 * best)
 
 
-def block_gemm(a: FP8, b: FP8, parts: int, dtype: torch.dtype = torch.float32, bias: Tensor | None = None) -> Tensor:
+def block_gemm(
+    a: FP8, b: FP8, parts: int, dtype: torch.dtype = torch.float32, bias: Tensor | None = None, plus: Tensor | None = None
+) -> Tensor:
     """``[M, N]`` in ``dtype`` of ``a [M, K]`` in strips of 1x128 and ``b [N, K]`` in squares, both E4M3 with rows at multiples of 16 bytes,
-    plus ``bias [N]``. Each block of 128 is multiplied as the tensor cores do and added up in fp32; the sum is rounded once."""
+    plus ``bias [N]`` and ``plus [M, N]``, that in ``dtype``. Each block of 128 is multiplied as the tensor cores do and added up in fp32;
+    the sum is rounded once."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -64,15 +67,20 @@ def block_gemm(a: FP8, b: FP8, parts: int, dtype: torch.dtype = torch.float32, b
     whole = parts == 1 and dtype in (torch.bfloat16, torch.float16) and n % 8 == 0
     made = torch.empty(m, n, dtype=dtype, device=device) if whole else torch.empty(parts, m, n, dtype=torch.float32, device=device)
     out: Any = made
+    more: Any = None
     if whole:
         narrow = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-        out = TensorDescriptor.from_tensor(made, [64, COLUMNS], gl.NVMMASharedLayout.get_default_for([64, COLUMNS], narrow))
+        box = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], narrow)
+        out = TensorDescriptor.from_tensor(made, [64, COLUMNS], box)
+        more = None if plus is None else TensorDescriptor.from_tensor(plus.contiguous(), [64, COLUMNS], box)
     launch(
         block_gemm_kernel, min(tasks, multiprocessors(device)), device, left, right, a.scales.t().contiguous(), b.scales.contiguous(), out,
-        bias if whole else None, m, n, tasks, tiles_m, tiles_n, blocks, -(-blocks // parts), PARTS=not whole,
+        bias if whole else None, more, m, n, tasks, tiles_m, tiles_n, blocks, -(-blocks // parts), PARTS=not whole,
         STAGES=STAGES if whole else STAGES_OF_PARTS, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if whole:
         return made
     total = made[0] if parts == 1 else made.sum(0)
-    return (total if bias is None else total.add_(bias)).to(dtype)
+    for more in (bias, plus):
+        total = total if more is None else total.add_(more)
+    return total.to(dtype)

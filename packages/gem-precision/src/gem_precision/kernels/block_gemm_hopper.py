@@ -1,5 +1,5 @@
-"""Product of FP8 operands in strips of 1x128 and squares of 128x128 for Hopper: ``y = a bᵀ + bias`` in 16 bits, or K cut into parts that
-fill the GPU and are left in fp32.
+"""Product of FP8 operands in strips of 1x128 and squares of 128x128 for Hopper: ``y = a bᵀ + bias + plus`` in 16 bits, or K cut into parts
+that fill the GPU and are left in fp32.
 
 ::
 
@@ -78,18 +78,30 @@ def _leave_part(out, acc, part, rows, n, M, N):
 
 
 @gluon.jit
-def _leave(out, acc, bias, buffer, m, n, N):
+def _leave(out, acc, bias, plus, buffer, m, n, N):
     if bias is not None:
         columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, acc.type.layout))
         acc += gl.load(bias + columns, columns < N, 0.0).to(gl.float32)[None, :]
+    if plus is not None:
+        acc += buffer.load(acc.type.layout).to(gl.float32)
     buffer.store(acc.to(buffer.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [m, n], buffer)
 
 
 @gluon.jit
+def _fetch(plus, bar, buffer, WHO: gl.constexpr, m, n):
+    """Start to bring a warpgroup's part of ``plus`` to where its result leaves from."""
+    # what was there has left by now
+    tma.store_wait(0)
+    mbarrier.expect(bar, 2 * 2 * 64 * TILE)
+    tma.async_copy_global_to_shared(plus, [m, n], bar, buffer.index(2 * WHO))
+    tma.async_copy_global_to_shared(plus, [m + 64, n], bar, buffer.index(2 * WHO + 1))
+
+
+@gluon.jit
 def _consumer(
-    a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty,
+    a_scales, b_scales, out, bias, plus, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty, ready,
     WHO: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -113,6 +125,9 @@ def _consumer(
             first = _done(first + made * upper_scale[:, None])
             # a border that ptxas moves no product across: two unscaled ones at a time do not fit into the registers
             mbarrier.wait(full.index(stage), step // STAGES & 1)
+            if plus is not None:  # noqa: SIM102, to be decided at compile time
+                if block == begin:
+                    _fetch(plus, ready.index(WHO), buffer, WHO, m + WHO * TILE, n)
             # the last block asks for its own scales again
             following = gl.minimum(block + 1, end - 1)
             scale = gl.load(square + following)
@@ -125,22 +140,25 @@ def _consumer(
             _leave_part(out, first, part, own, n, M, N)
             _leave_part(out, second, part, own + 64, n, M, N)
         else:
-            # those of the last tile have left long ago
-            tma.store_wait(0)
-            _leave(out, first, bias, buffer.index(2 * WHO), m + WHO * TILE, n, N)
-            _leave(out, second, bias, buffer.index(2 * WHO + 1), m + WHO * TILE + 64, n, N)
+            if plus is not None:
+                mbarrier.wait(ready.index(WHO), task // gl.num_programs(0) & 1)
+            else:
+                # those of the last tile have left long ago
+                tma.store_wait(0)
+            _leave(out, first, bias, plus, buffer.index(2 * WHO), m + WHO * TILE, n, N)
+            _leave(out, second, bias, plus, buffer.index(2 * WHO + 1), m + WHO * TILE + 64, n, N)
     if not PARTS:
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "tasks", "tiles_m", "tiles_n", "blocks", "per_part"])
 def block_gemm_kernel(
-    a, b, a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    a, b, a_scales, b_scales, out, bias, plus, M, N, tasks, tiles_m, tiles_n, blocks, per_part, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """``a [M, K]``, ``b [N, K]``: descriptors with boxes of 256 x 128 and 128 x 128. ``a_scales [blocks, M]``, ``b_scales [N/128,
     blocks]``. ``out``: with ``PARTS`` fp32 ``[parts, M, N]``, else a descriptor of ``[M, N]`` in 16 bits with boxes of 64 x 128, to which
-    ``bias [N]`` is added (None: there is none)."""
+    ``bias [N]`` and ``plus``, a descriptor like ``out``, are added (None: there is none)."""
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], a.dtype)
     a_slots = gl.allocate_shared_memory(a.dtype, [STAGES, 2 * TILE, TILE], tile)
     b_slots = gl.allocate_shared_memory(a.dtype, [STAGES, TILE, TILE], tile)
@@ -148,22 +166,22 @@ def block_gemm_kernel(
         buffer = b_slots
     else:
         buffer = gl.allocate_shared_memory(out.dtype, [4, 64, TILE], out.layout)
-    full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    full, empty, ready = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty,
-                    0, PARTS, STAGES,
+                    a_scales, b_scales, out, bias, plus, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full,
+                    empty, ready, 0, PARTS, STAGES,
                 ),
             ),
             (
                 _consumer,
                 (
-                    a_scales, b_scales, out, bias, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full, empty,
-                    1, PARTS, STAGES,
+                    a_scales, b_scales, out, bias, plus, M, N, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, buffer, full,
+                    empty, ready, 1, PARTS, STAGES,
                 ),
             ),
             (_producer, (a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, 2 * TILE, STAGES)),

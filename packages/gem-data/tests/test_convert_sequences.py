@@ -130,7 +130,12 @@ def test_attributes_of_items_and_users(tmp_path):
 
 
 def test_what_cannot_be_read_is_said(tmp_path):
-    for content, message in ((b"", "no lines"), (b"\x1f\x8b\x08broken", "cannot be read"), (b"1 2\n3 4\n", "no user has 3 items")):
+    for content, message in (
+        (b"", "no lines"),
+        (b"\x1f\x8b\x08broken", "cannot be read"),
+        (b"1 2\n3 4\n", "no user has 3 items"),
+        (b"PAR1\0", "not text"),
+    ):
         with pytest.raises(DataError, match=message):
             convert(text(tmp_path, content), tmp_path / "out")
     with pytest.raises(DataError, match="cannot be read"):

@@ -97,6 +97,12 @@ def test_what_is_refused(log, tmp_path, monkeypatch):
         distill(log / "teacher", tmp_path / "other.toml", scores=tmp_path / "s", overrides=changes(log))
     with pytest.raises(DataError, match="cannot be written"):
         student(log, tmp_path, scores=log / "config.toml")
+    (tmp_path / "mine").mkdir()
+    for content in ((log / "eval.parquet").read_bytes(), b"no Parquet"):
+        (tmp_path / "mine" / "train-0.parquet").write_bytes(content)
+        with pytest.raises(DataError, match="take the place of a file"):
+            student(log, tmp_path, scores=tmp_path / "mine")
+        assert (tmp_path / "mine" / "train-0.parquet").read_bytes() == content
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="in one process"):
         student(log, tmp_path)

@@ -9,9 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from gem_core.config import load_config
 from gem_core.config.load import source_config
-from gem_core.errors import ConfigError
+from gem_core.errors import ConfigError, DataError
 from gem_core.train.predict import Predictor, predictor
 from gem_core.train.runfolder import RunFolder
 from gem_data.config import FollowConfig, ParquetConfig
@@ -82,6 +85,15 @@ def distill(
     return result
 
 
+def _check_ours(out: Path) -> None:
+    """:raises DataError: a file of that name is there that holds no teacher's predictions."""
+    if out.is_file():
+        with suppress(pa.ArrowException):
+            if any(name.endswith(f"_{COLUMN}") for name in pq.read_schema(out).names):
+                return
+        raise DataError("the scores would take the place of a file that is none", where=str(out), fix="choose another --scores")
+
+
 def _scored(model: Predictor, files: list[DataFile], out: Path, about: dict[str, Any], quiet: bool) -> Path:
     """The rows of ``files``, with every column and the teacher's, in one file."""
     record = {**about, "files": [[file.path, file.size, file.modified] for file in files]}
@@ -90,6 +102,7 @@ def _scored(model: Predictor, files: list[DataFile], out: Path, about: dict[str,
         with suppress(ValueError):
             if json.loads(told.read_text()) == record:
                 return out
+    _check_ours(out)
     with suppress(OSError):  # writing the first file tells of a folder that cannot be
         told.unlink()
     columns = [*files[0].schema.names, *(key for key, _ in files[0].partition if key not in files[0].schema.names)]

@@ -124,6 +124,8 @@ def _read(path: Path) -> Users:
             data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"the file cannot be read: {error}", where=str(path), fix="name the text file itself, plain or .gz") from error
+    if b"\0" in data:
+        raise DataError("the file is not text: it holds zero bytes", where=str(path), fix="name the text file itself, plain or .gz")
     lines = [line.split() for line in data.removeprefix(b"\xef\xbb\xbf").splitlines()]
     lines = [line for line in lines if line]
     if not lines:

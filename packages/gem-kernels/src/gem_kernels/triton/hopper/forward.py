@@ -250,7 +250,8 @@ def _consumer(
     act_ids, rows, left, right, scale, out_scale,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -291,6 +292,9 @@ def _consumer(
                 if CAUSAL or WINDOW:
                     step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, False)
                 q_tile = q_slots.index(2 * slot + WHO)
+                q_held = q_tile
+                if REGS:
+                    q_held = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
                 act_id = 0
                 if act_ids is not None:
                     act_id = gl.load(act_ids + head)
@@ -301,19 +305,19 @@ def _consumer(
                 if begin < end:
                     s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
                     if AHEAD:
-                        s = _scores(q_tile, k_slots, k_full, step, s, STAGES)
+                        s = _scores(q_held, k_slots, k_full, step, s, STAGES)
                     for x in range(end - begin - 1 if AHEAD else end - begin):
                         if not AHEAD:
-                            s = _scores(q_tile, k_slots, k_full, step + x, s, STAGES)
+                            s = _scores(q_held, k_slots, k_full, step + x, s, STAGES)
                         s, m_i, l_i, acc = _add_tile(
-                            s, m_i, l_i, acc, q_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step + x, step + x + 1,
+                            s, m_i, l_i, acc, q_held, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step + x, step + x + 1,
                             (end - 1 - x) * BLOCK_N, i, lq, lk, free0, free1, left, right, scale, act_id, x == 0, True, last_part,
                             SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, CAUSAL or WINDOW, TRANSPOSED,
                             BLOCK_N, STAGES, AHEAD,
                         )  # fmt: skip
                     if AHEAD:
                         _s, m_i, l_i, acc = _add_tile(
-                            s, m_i, l_i, acc, q_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step + end - begin - 1, step,
+                            s, m_i, l_i, acc, q_held, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step + end - begin - 1, step,
                             begin * BLOCK_N, i, lq, lk, free0, free1, left, right, scale, act_id, begin + 1 == end, True, last_part,
                             SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, CAUSAL or WINDOW, TRANSPOSED,
                             BLOCK_N, STAGES, False,
@@ -350,7 +354,8 @@ def hopper_fwd_kernel(
     q, k, v, out_box, out, lse, table, tile_count, q_offsets, act_ids, batch, rows, left, right, scale, out_scale, stride_on,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, POSITIVE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
@@ -380,7 +385,7 @@ def hopper_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, out_scale,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, AHEAD, TRANSPOSED,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, AHEAD, REGS, TRANSPOSED,
                 ),
             ),
             (
@@ -388,7 +393,7 @@ def hopper_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, out_scale,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, AHEAD, TRANSPOSED,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, POSITIVE, CAUSAL, WINDOW, BLOCK_N, STAGES, PARTS, AHEAD, REGS, TRANSPOSED,
                 ),
             ),
             (

@@ -2,7 +2,7 @@
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
 tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once), AHEAD
-(products of the next tile issued before this one's are done).
+(products of the next tile issued before this one's are done), REGS (held tiles that are multiplied from registers).
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _weighted_sum(
         _box(q, 64), _box(k, n), _box(v, n), _box(out, 64), out, lse, table, tiles.count, offsets, x.act_ids,
         x.batch, out.shape[0], p.left, p.right, p.scale, _value_scale(p), out.stride(0),
         H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], PARTS=config.get("PARTS", 1), AHEAD=config.get("AHEAD", 0),
-        TRANSPOSED=transposed, **_constants(x),
+        REGS=config.get("REGS", 0), TRANSPOSED=transposed, **_constants(x),
     )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def _slope_sum(
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
         table, tiles.count, offsets, x.act_ids, sums, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
-        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, **config}, **_constants(x),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "REGS": 0, **config}, **_constants(x),
     )  # fmt: skip
 
 

@@ -37,6 +37,9 @@ class SharedGradients:
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._works: list[Any] = []
         self._early = 0
+        # NCCL divides on the way, by a number of the gradients' dtype, so it must be exact there.
+        exact = runtime.world & (runtime.world - 1) == 0
+        self._averages = self._side is not None and exact and "nccl" in dist.get_backend_config()
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._there, name))
 
@@ -53,16 +56,16 @@ class SharedGradients:
             )
         bucket.found.append(name)
         if len(bucket.found) == len(bucket.places):
-            bucket.close(self.parameters, self.runtime.world)
+            bucket.close(self.parameters, self._divisor)
 
     def take(self) -> None:
-        """Let the parameters' gradients be views of tensors that hold them, over the number of processes. The first call exchanges on the
-        host which parameters have some, and in which order."""
+        """Let the parameters' gradients be views of tensors that hold them. The first call exchanges on the host which parameters have
+        some, and in which order."""
         if self._order is not None:
             self._lay_out(self._order)
         for bucket in self._buckets:
             if not bucket.closed:
-                bucket.close(self.parameters, self.runtime.world)
+                bucket.close(self.parameters, self._divisor)
             bucket.closed = False
 
     def begin(self) -> None:
@@ -73,14 +76,20 @@ class SharedGradients:
         """Send the buckets off that are filled at the end: what is exchanged in between need not wait for them."""
         self._send(self._buckets[self._early :])
 
+    @property
+    def _divisor(self) -> int:
+        """Of what is sent."""
+        return 1 if self._averages else self.runtime.world
+
     def _send(self, buckets: list[_Bucket]) -> None:
+        how = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         if self._side is None:
-            self._works += [dist.all_reduce(bucket.flat, async_op=True) for bucket in buckets]
+            self._works += [dist.all_reduce(bucket.flat, how, async_op=True) for bucket in buckets]
             return
         with torch.cuda.stream(self._side):
             for bucket in buckets:
                 self._side.wait_event(bucket.filled)
-                self._works.append(dist.all_reduce(bucket.flat, async_op=True))
+                self._works.append(dist.all_reduce(bucket.flat, how, async_op=True))
 
     def finish(self) -> None:
         """Let the current stream wait for the averages."""
@@ -135,14 +144,15 @@ class _Bucket:
         return cls(flat, places, event)
 
     @torch.no_grad()
-    def close(self, parameters: Mapping[str, Tensor], world: int) -> None:
-        """Take in what gradients there are, zeros for the others."""
+    def close(self, parameters: Mapping[str, Tensor], divisor: int) -> None:
+        """Take in what gradients there are, over ``divisor``; zeros for the others."""
         for name in self.places.keys() - set(self.found):
             self.places[name].zero_()
         if self.found:
             given = [parameters[name].grad for name in self.found]
             torch._foreach_copy_([self.places[name] for name in self.found], given)  # type: ignore[arg-type]
-        self.flat.mul_(1 / world)
+        if divisor != 1:
+            self.flat.mul_(1 / divisor)
         for name, place in self.places.items():
             parameters[name].grad = place
         if self.filled is not None:

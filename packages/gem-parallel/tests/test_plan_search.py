@@ -185,7 +185,7 @@ def test_captured_steps_have_rooms_for_the_batches_that_come() -> None:
     alike = replace(workload(tables=TABLES, lengths=np.full(64, 30)), captured=True)
     varied = replace(alike, lengths={"h": np.tile([0, 60], 32)})
     assert rooms(alike) == 1
-    assert rooms(varied) == round(4.0 * (30 / 30 / 16) / 0.02)
+    assert rooms(varied) == round(3.0 * (30 / 30 / 16) / 0.02)
     assert rooms(replace(varied, batch=4)) == 16
     sparse, own = Sparse("fbgemm", 1, 1), 256 * (2 * 30 + 8) * 64 * 4
     more = table_memory(varied, sparse).held - table_memory(alike, sparse).held

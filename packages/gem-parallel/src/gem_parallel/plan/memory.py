@@ -134,7 +134,7 @@ def table_memory(workload: Workload, sparse: Sparse) -> TableMemory:
     return TableMemory(held, rows + where.held_max, rows + where.held_max, ahead, outside)
 
 
-MOST, BAND, SPREAD = 16, 0.02, 4.0
+MOST, BAND, SPREAD = 16, 0.02, 3.0
 """Rooms of captured steps (`gem_core.train.captured`): at most so many that lie close, each for batches of up to 2 % fewer events; and the
 standard deviations of a batch's events that they span in a run of some hundred steps."""
 

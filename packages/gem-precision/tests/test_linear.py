@@ -440,7 +440,7 @@ def test_products_of_many_rows_leave_in_sixteen_bits(tokens, n, k, dtype):
     policy = POLICIES["fp8-block"]
     x, w = (torch.randn(size, generator=generator, device="cuda") for size in ((tokens, k), (n, k)))
     x[5, 3] = torch.nan
-    x[tokens - 1] *= 1e3
+    x[tokens - 1] *= 30
     bias = torch.randn(n, generator=generator, device="cuda").to(dtype)
     a, b = quantise(x, policy.fprop.a), quantise(w, policy.fprop.b)
     if not (answer := supports("torch", a, b)):

@@ -53,17 +53,18 @@ class Reads:
     weights: Tensor | None
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Reads:
-        """``ids [V]`` in bags ``offsets [B+1]``. Waits for the device: the number of distinct rows must be known."""
-        ordered, order = ids.sort(stable=True)
+    def of(cls, ids: Tensor, offsets: Tensor, weights: Tensor | None, below: int | None = None) -> Reads:
+        """``ids [V]``, less than ``below``, in bags ``offsets [B+1]``. Waits for the device: the number of distinct rows must be known."""
+        keys = ids.int() if below is not None and below < 2**31 else ids  # half the bytes to sort by
+        ordered, order = keys.sort(stable=True)
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[1:] = ordered[1:] != ordered[:-1]
         starts = first.nonzero().squeeze(1)
-        place = torch.empty_like(ordered).scatter_(0, order, first.cumsum(0) - 1)
+        place = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1)
         bags = torch.arange(offsets.numel() - 1, device=ids.device)
         bag = torch.repeat_interleave(bags, offsets.diff(), output_size=ids.numel())[order]
         bounds = torch.cat([starts, starts.new_full((1,), ids.numel())])
-        rows = ordered[starts]
+        rows = ordered[starts].to(ids.dtype)
         return cls(rows, place, bag, bounds, None if weights is None else weights[order])
 
     def gradients(self, bag_gradients: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

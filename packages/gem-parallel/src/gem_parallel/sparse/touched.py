@@ -43,7 +43,8 @@ class TouchedExchange:
     def want(self, reads: Demand) -> Wanted:
         """Find the distinct rows and tell their holders. Waits for the device: numbers of rows are sizes of messages."""
         axes, replica = self.axes, self.axes.replica
-        found = [Reads.of(p, o, w) for p, o, w in zip(reads.positions, reads.offsets, reads.weights)]
+        asked = zip(self.units, reads.positions, reads.offsets, reads.weights)
+        found = [Reads.of(p, o, w, below=unit.unit.rows * replica) for unit, p, o, w in asked]
         edges = []
         for unit, r in zip(self.units, found):
             # The row stacks of replicas follow one another in a unit's positions.

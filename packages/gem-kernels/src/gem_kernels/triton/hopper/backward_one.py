@@ -98,7 +98,7 @@ def _consumer(
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr,
-    STAGES: gl.constexpr,
+    WHOLE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -191,18 +191,29 @@ def _consumer(
                         right_half.store(ds)
                         fence_async_shared()
                         ds16 = gl.convert_layout(ds, p_layout, assert_trivial=True)
-                        zero_dq = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
-                        k_left = k_tile.slice(0, HALF, dim=1)
-                        k_right = k_tile.slice(HALF, HALF, dim=1)
-                        part_dq = warpgroup_mma(right_half.permute((1, 0)), k_left, zero_dq, use_acc=False, is_async=True)
-                        dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
-                        dv_acc, part_dq = warpgroup_mma_wait(1, deps=(dv_acc, part_dq))
-                        left_half.store((part_dq * ds_scale).to(dtype))
-                        part_dq = warpgroup_mma(right_half.permute((1, 0)), k_right, zero_dq, use_acc=False, is_async=True)
-                        dk_acc, part_dq = warpgroup_mma_wait(0, deps=(dk_acc, part_dq))
-                        mbarrier.arrive(q_empty.index(stage), count=1)
-                        right_half.store((part_dq * ds_scale).to(dtype))
-                        fence_async_shared()
+                        if WHOLE:
+                            dv_acc = warpgroup_mma_wait(0, deps=(dv_acc,))
+                            zero_dq = gl.full([64, D], 0.0, gl.float32, o_layout)
+                            part_dq = warpgroup_mma(right_half.permute((1, 0)), k_tile, zero_dq, use_acc=False, is_async=True)
+                            dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+                            part_dq = warpgroup_mma_wait(1, deps=(part_dq,))
+                            share.store((part_dq * ds_scale).to(dtype))
+                            fence_async_shared()
+                            dk_acc = warpgroup_mma_wait(0, deps=(dk_acc,))
+                            mbarrier.arrive(q_empty.index(stage), count=1)
+                        else:
+                            zero_dq = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
+                            k_left = k_tile.slice(0, HALF, dim=1)
+                            k_right = k_tile.slice(HALF, HALF, dim=1)
+                            part_dq = warpgroup_mma(right_half.permute((1, 0)), k_left, zero_dq, use_acc=False, is_async=True)
+                            dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+                            dv_acc, part_dq = warpgroup_mma_wait(1, deps=(dv_acc, part_dq))
+                            left_half.store((part_dq * ds_scale).to(dtype))
+                            part_dq = warpgroup_mma(right_half.permute((1, 0)), k_right, zero_dq, use_acc=False, is_async=True)
+                            dk_acc, part_dq = warpgroup_mma_wait(0, deps=(dk_acc, part_dq))
+                            mbarrier.arrive(q_empty.index(stage), count=1)
+                            right_half.store((part_dq * ds_scale).to(dtype))
+                            fence_async_shared()
                         if WHO == 0:
                             mbarrier.wait(turn.index((tile + 3) % 4), (tile + 3) // 4 + 1 & 1, pred=(x == begin) & (part > 0))
                         else:
@@ -256,8 +267,8 @@ def hopper_bwd_one_kernel(
     q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
     batch, rows, k_rows, left, right, scale, ds_scale, dv_scale, stride_dq, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr, WHOLE: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -285,7 +296,7 @@ def hopper_bwd_one_kernel(
                 (
                     dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
                     q_full, q_empty, k_full, done, sent, turn, act_ids, left, right, scale, ds_scale, dv_scale,
-                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, STAGES,
+                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, WHOLE, STAGES,
                 ),
             ),
             (
@@ -293,7 +304,7 @@ def hopper_bwd_one_kernel(
                 (
                     dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
                     q_full, q_empty, k_full, done, sent, turn, act_ids, left, right, scale, ds_scale, dv_scale,
-                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, STAGES,
+                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, WHOLE, STAGES,
                 ),
             ),
             (

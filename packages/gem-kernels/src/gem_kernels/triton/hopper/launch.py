@@ -8,6 +8,7 @@ tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
             _by_box(x)
             # In one kernel a program has whole samples: few of them leave SMs without work.
             fused = config["FUSED"] if x.batch * p.kv_heads >= x.info.sms or compiling() else 0
-            how = (_split if p.d <= 128 else _wide, _fused, _one)[fused]
+            how = (_split if p.d <= 128 else _wide, _fused, partial(_one, whole=config.get("WHOLE", 0)))[fused]
             found[:] = [how(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
@@ -98,7 +99,7 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         if fuses(p):
             found.append({"GLUON": 1, "FUSED": 1})
         if single(p):
-            found.append({"GLUON": 1, "FUSED": 2})
+            found += [{"GLUON": 1, "FUSED": 2}, {"GLUON": 1, "FUSED": 2, "WHOLE": 1}]
     return found if only else [_PORTABLE, *found]
 
 
@@ -336,7 +337,7 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     return dq, dk, dv
 
 
-def _one(x: Inputs, results: Saved, dout: Tensor) -> Saved:
+def _one(x: Inputs, results: Saved, dout: Tensor, whole: int = 0) -> Saved:
     """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS."""
     from gem_kernels.triton.attention.rows import attention_delta_kernel
     from gem_kernels.triton.hopper.backward_one import hopper_bwd_one_kernel
@@ -359,7 +360,7 @@ def _one(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), _box(dk, 64), _box(dv, 64), dq, dk, dv, lse, delta,
         _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
         x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
-        HKV=p.kv_heads, ADDS=False, STAGES=2, **_constants(x),
+        HKV=p.kv_heads, ADDS=False, WHOLE=whole, STAGES=2, **_constants(x),
     )  # fmt: skip
     return dq, dk, dv
 

@@ -241,6 +241,28 @@ def test_tile_list_is_kept_until_written() -> None:
     assert int(second.count) == 4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_tile_list_is_built_once_a_graph_and_anew_by_its_replays() -> None:
+    from gem_core.ops.remember import recording
+    from gem_kernels.triton.attention.schedule import tile_list
+
+    offsets = offsets_of(torch.tensor([5, 40]))
+    arguments = {"rows": 45, "offsets": offsets, "work_offsets": offsets}
+    before = tile_list(2, 16, offsets.device, **arguments)
+    graphs, lists = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with recording(), torch.cuda.graph(graph):
+            lists += [tile_list(2, 16, offsets.device, **arguments) for _ in range(2)]
+    assert lists[0] is lists[1]
+    assert lists[2] is lists[3]
+    assert len({id(x) for x in (before, lists[0], lists[2])}) == 3
+    offsets[1:] = torch.tensor([17, 45], device=DEVICE)
+    for graph, found in zip(graphs, lists[::2]):
+        graph.replay()
+        assert sorted(t >> 32 for t in found.tiles[: int(found.count)].tolist()) == [0, 0, 1, 1]
+
+
 def test_views_of_a_fused_projection_are_not_copied() -> None:
     from gem_kernels.triton.attention.inputs import Inputs
     from gem_kernels.triton.attention.plan import plan

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
-_LIMIT = 16
+_LIMIT = 32
 _kept: Any = WeakTensorKeyDictionary()
 _in_graph: Any = None
 

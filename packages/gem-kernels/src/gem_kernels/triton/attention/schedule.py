@@ -13,13 +13,12 @@ launch suffices and the order does not depend on timing. O(B² / CHUNK) loads in
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gem_core.ops.remember import remembered
 from gem_kernels.triton.common.launch import compiling, launch
 
 CHUNK = 256
@@ -108,67 +107,27 @@ def tile_list(
     the packed tensor and ``longest`` a bound on a sample's rows: together they bound the number of tiles without reading the device.
     ``work_offsets`` gives the work of sample b as the length of its row range ``work_map[b]`` (b without a map).
 
-    A list is kept with the offsets it was built from, for the other layers of a model and for the backward pass.
+    A list is kept for the offsets it was built from (`gem_core.ops.remember`), for the other layers of a model and for the backward pass.
     """
     bound = rows // block + batch
     if offsets is None:
         bound = batch * -(-length // block)
     elif longest is not None:
         bound = min(bound, batch * -(-longest // block))
-    key = (batch, block, bound, length, reverse)
     sources = (offsets, work_offsets, work_map, subtract)
-    found = _kept(key, sources)
-    if found is None:
-        found = TileList(
-            torch.empty(bound, dtype=torch.int64, device=device), torch.empty(1, dtype=torch.int32, device=device), bound
-        )  # fmt: skip
+
+    def build() -> TileList:
+        made = TileList(torch.empty(bound, dtype=torch.int64, device=device), torch.empty(1, dtype=torch.int32, device=device), bound)
         launch(
             tile_list_kernel, (-(-batch // CHUNK),), device,
-            found.tiles, found.count, offsets, work_offsets, subtract, work_map, batch, length,
+            made.tiles, made.count, offsets, work_offsets, subtract, work_map, batch, length,
             BLOCK=block, REVERSE=reverse, CHUNK=CHUNK, CLASSES=_CLASSES, num_warps=4,
         )  # fmt: skip
-        _keep(key, sources, found)
-    return found
+        return made
 
-
-Sources = tuple[Tensor | None, ...]
-_MOST = 32
-
-
-def _reusable(sources: Sources) -> bool:
-    """Whether a list may outlive this call: not in a CUDA graph, whose replays see new offsets in the same tensors, nor for tensors without
-    a version to tell that they were written to."""
-    given = [t for t in sources if t is not None]
-    if not given or any(t.is_inference() for t in given) or compiling():
-        return False
-    return not (given[0].is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _stamp(key: tuple[object, ...], sources: Sources) -> tuple[object, ...]:
-    """Versions tell writes, the stream tells whether the list is ready for whoever asks."""
-    anchor = next(t for t in sources if t is not None)
-    stream = torch.cuda.current_stream(anchor.device).cuda_stream if anchor.is_cuda else 0
-    return (key, stream, tuple(None if t is None else t._version for t in sources))
-
-
-def _kept(key: tuple[object, ...], sources: Sources) -> TileList | None:
-    if not _reusable(sources):
-        return None
-    anchor = next(t for t in sources if t is not None)
-    hit = getattr(anchor, "_gem_tiles", {}).get(_stamp(key, sources))
-    if hit is None or any((r is None) != (t is None) or (r is not None and r() is not t) for r, t in zip(hit[0], sources)):
-        return None
-    return hit[1]
-
-
-def _keep(key: tuple[object, ...], sources: Sources, found: TileList) -> None:
-    if not _reusable(sources):
-        return
-    anchor = next(t for t in sources if t is not None)
-    kept = getattr(anchor, "_gem_tiles", None)
-    if kept is None:
-        kept = {}
-        anchor._gem_tiles = kept  # type: ignore[attr-defined]
-    if len(kept) >= _MOST:
-        kept.clear()
-    kept[_stamp(key, sources)] = (tuple(None if t is None else weakref.ref(t) for t in sources), found)
+    if compiling() or all(t is None for t in sources):
+        return build()
+    # a list is ready for those on the stream that it was built on
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    given = tuple(t is not None for t in sources)
+    return remembered(sources, ("tile list", batch, block, bound, length, reverse, given, stream), build)

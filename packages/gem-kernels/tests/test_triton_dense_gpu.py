@@ -35,6 +35,8 @@ NAMES = [
 ]  # fmt: skip
 
 
+PLACE = 20
+"""GiB of device memory that a place stands for: test processes beside one another share the places of a device."""
 _places: list[IO[str]] = []
 
 
@@ -43,30 +45,41 @@ def _memory():
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()
+    _leave()
+
+
+def _leave() -> None:
     while _places:
         _places.pop().close()
 
 
+def _enter(places: int, total: float) -> bool:
+    """Whether that many places were free; this process has them then."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    for i in range(int(total // PLACE)):
+        place = Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}").open("w")
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            place.close()
+            continue
+        _places.append(place)
+        if len(_places) == places:
+            return True
+    _leave()
+    return False
+
+
 def _room(gib: float) -> None:
-    """Waits for its turn among other test processes and until the memory is free; skips where that never comes."""
-    total = torch.cuda.mem_get_info()[1] / 2**30
-    places = [Path(tempfile.gettempdir(), f"gem-gpu-memory-{i}") for i in range(max(1, int(total // 45)))]
-    free = 0.0
-    for _ in range(240 if total >= gib else 0):
-        for path in () if _places else places:
-            place = path.open("w")
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                place.close()
-                continue
-            _places.append(place)
-            break
-        free = torch.cuda.mem_get_info()[0] / 2**30
-        if _places and free >= gib:
-            return
+    """Waits until so much device memory is free and, among the processes that ask here, this one's; skips where that does not come."""
+    free, total = (n / 2**30 for n in torch.cuda.mem_get_info())
+    for _ in range(360 if total >= gib else 0):
+        if _places or _enter(math.ceil(gib / PLACE), total):
+            free = torch.cuda.mem_get_info()[0] / 2**30
+            if free >= gib:
+                return
         time.sleep(0.5)
-    pytest.skip(f"needs {gib} GiB of {total:.0f} of device memory, {free:.0f} are free")
+    pytest.skip(f"needs {gib:.0f} GiB of {total:.0f} of device memory, {free:.0f} are free")
 
 
 def _draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
@@ -87,7 +100,7 @@ def test_error_is_at_most_one_and_a_half_times_that_of_pytorch(name: str, impl: 
     """bf16 results and gradients of the benchmark's rows against float64, beside eager PyTorch in bf16."""
     from gem_kernels.bench import _dense_rows, dense
 
-    _room(40)
+    _room(PLACE)
     case = next(r for r in _dense_rows.ROWS if r.name == name).build("cuda")
     problem = case.problem()
     spec = _spec(case.op, impl, problem)
@@ -106,7 +119,7 @@ def test_error_is_at_most_one_and_a_half_times_that_of_pytorch(name: str, impl: 
 def test_repeated_runs_are_bit_equal(name: str, impl: str) -> None:
     from gem_kernels.bench import _dense_rows, dense
 
-    _room(40)
+    _room(PLACE)
     case = next(r for r in _dense_rows.ROWS if r.name == name).build("cuda")
     with deterministic():
         problem = case.problem()

@@ -187,6 +187,7 @@ def test_captured_steps_have_rooms_for_the_batches_that_come() -> None:
     assert rooms(alike) == 1
     assert rooms(varied) == round(3.0 * (30 / 30 / 16) / 0.02)
     assert rooms(replace(varied, batch=4)) == 16
+    assert rooms(replace(varied, dealt=16)) == round(3.0 * (30 / 30 / 64) / 0.02)
     sparse, own = Sparse("fbgemm", 1, 1), 256 * (2 * 30 + 8) * 64 * 4
     more = table_memory(varied, sparse).held - table_memory(alike, sparse).held
     assert more == pytest.approx((rooms(varied) - 1) * own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -209,3 +210,14 @@ def test_missing_peak_and_missing_file(tmp_path: Path) -> None:
     file.write_text((CLUSTERS / "h200-x8-host.toml").read_text().replace("fp32 = 67", ""))
     with pytest.raises(ConfigError, match="states no fp32 peak"):
         load_cluster(file).flops("fp32")
+
+
+def test_dealt_batches_cost_alike_and_have_the_same_mean() -> None:
+    lengths = np.exp(np.random.default_rng(0).normal(size=4096) + 5).astype(np.int64)
+    work = Workload("w", "fp32", 64, (), (), {"h": lengths, "g": 2 * lengths})
+    plain, dealt = (replace(work, dealt=n).draw(400, 1) for n in (1, 16))
+    assert dealt["h"].shape == plain["h"].shape == (400, 64)
+    assert (dealt["g"] == 2 * dealt["h"]).all()
+    sums = [d["h"].sum(1) for d in (plain, dealt)]
+    assert sums[1].mean() == pytest.approx(sums[0].mean(), rel=0.02)
+    assert sums[1].std() < 0.4 * sums[0].std()

@@ -144,7 +144,7 @@ def rooms(workload: Workload) -> int:
     lengths = sum(values for name, values in workload.lengths.items() if name)
     if isinstance(lengths, int) or not lengths.any():
         return 1
-    deviation = float(lengths.std() / lengths.mean()) / workload.batch**0.5
+    deviation = float(lengths.std() / lengths.mean()) / (workload.batch * workload.dealt) ** 0.5
     return max(1, min(MOST, round(SPREAD * deviation / BAND)))
 
 

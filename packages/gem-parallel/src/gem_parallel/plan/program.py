@@ -189,7 +189,9 @@ class _Dense:
             price = cost("reduce-scatter", unit.parameters * 4, dense.group(build.cluster, "shard", "expert"), build.cluster.network)
             price = price + cost("reduce-scatter", own * 4, dense.group(build.cluster, "shard"), build.cluster.network)
             done = build.send(f"reduce {unit.name}", "gradient reduce-scatter", "reduce", price, dense.axes("shard", "expert"), [after])
-        size = 4 * (unit.parameters / dense.spread + own / dense.shard)
+        # Captured steps average gradients where the products' copies of the weights have them.
+        width = self.workload.compute_bytes if self.workload.captured and dense.spread == 1 else 4
+        size = width * (unit.parameters / dense.spread + own / dense.shard)
         copies = dense.group(build.cluster, "replicate")
         whole = build.collective(
             f"average {unit.name}", "gradient all-reduce", "reduce", "all-reduce", size, copies, dense.axes("replicate"), [done]

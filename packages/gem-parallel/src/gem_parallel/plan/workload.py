@@ -127,7 +127,8 @@ class Table:
 @dataclass(frozen=True)
 class Workload:
     """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a gathered parameter (2 under bf16).
-    ``captured``: the step is one graph, which the host launches at once."""
+    ``captured``: the step is one graph, which the host launches at once. ``dealt``: batches to which a rank's samples are dealt by length;
+    1: as they come."""
 
     name: str
     recipe: str
@@ -138,6 +139,7 @@ class Workload:
     compute_bytes: int = 2
     cast_parameters: bool = True
     captured: bool = False
+    dealt: int = 1
 
     @property
     def launches(self) -> float:
@@ -160,8 +162,13 @@ class Workload:
 
     def draw(self, ranks: int, seed: int) -> Lengths:
         """Lengths ``[ranks, batch]`` of one step, each rank's samples drawn from the pool."""
-        pool = next(iter(self.lengths.values())).size
-        chosen = np.random.default_rng(seed).integers(pool, size=(ranks, self.batch))
+        random, first = np.random.default_rng(seed), next(iter(self.lengths.values()))
+        chosen = random.integers(first.size, size=(ranks, self.batch * self.dealt))
+        if self.dealt > 1:
+            chosen = np.take_along_axis(chosen, np.argsort(first[chosen], 1), 1).reshape(ranks, self.batch, self.dealt)
+            batch = random.integers(self.dealt, size=(ranks, 1))
+            place = np.where(np.arange(self.batch) % 2, batch, self.dealt - 1 - batch)
+            chosen = np.take_along_axis(chosen, place[..., None], 2)[..., 0]
         return {name: values[chosen] for name, values in self.lengths.items()}
 
     def part_flops(self) -> dict[str, tuple[float, float]]:
@@ -209,6 +216,7 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     return Workload(
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
         compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32", captured=config.train.capture,
+        dealt=resolved.source.window if getattr(resolved.source, "balanced", False) else 1,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def _enter(places: int, total: float) -> bool:
     """Whether that many places were free; this process has them then."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     for i in range(int(total // PLACE)):
-        place = Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}").open("w")
+        place = Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}").open("w")  # noqa: SIM115 - held until `_leave`
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

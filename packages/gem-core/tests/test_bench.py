@@ -107,7 +107,10 @@ def test_parts_cover_the_models_flops(tmp_path):
     assert parts["features"]["bytes"] == 4 * (3 * read + 2 * 16 * model.features.count * 16)
     assert found["local_mfu"] is None
     local.write(found, tmp_path, "tiny")
-    assert "| attention | 1 |" in (tmp_path / "local-tiny.md").read_text()
+    told = (tmp_path / "local-tiny.md").read_text()
+    assert "| attention | 1 |" in told
+    assert f"({found['held_gemm_tflops']:.0f} over a second)" in told
+    assert 0 < found["held_gemm_tflops"] < 3 * found["gemm_tflops"]
 
 
 def test_parts_run_under_the_recipes_autocast():

@@ -15,6 +15,9 @@ from torch import Tensor
 from gem_core.errors import DeviceError
 from gem_core.train.mesh import Mesh
 
+REQUESTS = 2
+"""Thread blocks (NCCL) that ids take between replicas: they are few, and travel beside the dense part, whose kernels want every SM."""
+
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -115,7 +118,7 @@ def _lanes(world: Any, size: int, model: int, replica: int, rank: int, device: t
     """Shared by all tables of one arrangement: every further group costs a communicator and device memory."""
     mesh = Mesh(size, model=model, replica=replica, rank=rank)
     by_model, by_replica = mesh.groups("model"), mesh.groups("replica")
-    kinds = [(by_model, None), (by_model, None), (by_replica, None), (by_replica, ctas), (by_replica, ctas)]
+    kinds = [(by_model, None), (by_model, None), (by_replica, REQUESTS), (by_replica, ctas), (by_replica, ctas)]
     return tuple(Lane(_group(groups, rank, world, limit), len(groups[0]), device) for groups, limit in kinds)
 
 

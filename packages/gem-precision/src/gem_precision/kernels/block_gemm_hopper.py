@@ -116,9 +116,12 @@ def _consumer(
         second = gl.full([64, TILE], 0.0, gl.float32, layout)
         scale = gl.load(square + begin)
         upper_scale = gl.load(a_scales + (begin * M + upper)) * scale
+        lower_scale = gl.load(a_scales + (begin * M + lower)) * scale
         for block in range(begin, end):
             stage = step % STAGES
-            lower_scale = gl.load(a_scales + (block * M + lower)) * scale
+            # asked for a whole block ahead; the last block asks for its own again
+            following = gl.minimum(block + 1, end - 1)
+            upper_ahead, lower_ahead = gl.load(a_scales + (following * M + upper)), gl.load(a_scales + (following * M + lower))
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             a_slot = a_slots.index(stage)
             made = _half(a_slot.slice(WHO * TILE, 64), b_slots.index(stage), layout)
@@ -128,13 +131,12 @@ def _consumer(
             if plus is not None:  # noqa: SIM102, to be decided at compile time
                 if block == begin:
                     _fetch(plus, ready.index(WHO), buffer, WHO, m + WHO * TILE, n)
-            # the last block asks for its own scales again
-            following = gl.minimum(block + 1, end - 1)
+            # not before: a scalar would be waited for ahead of the products
             scale = gl.load(square + following)
-            upper_scale = gl.load(a_scales + (following * M + upper)) * scale
             made = _half(a_slot.slice(WHO * TILE + 64, 64), b_slots.index(stage), layout)
             mbarrier.arrive(empty.index(stage), count=1)
             second += made * lower_scale[:, None]
+            upper_scale, lower_scale = upper_ahead * scale, lower_ahead * scale
             step += 1
         if PARTS:
             _leave_part(out, first, part, own, n, M, N)

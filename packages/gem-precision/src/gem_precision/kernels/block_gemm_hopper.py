@@ -78,10 +78,7 @@ def _leave_part(out, acc, part, rows, n, M, N):
 
 
 @gluon.jit
-def _leave(out, acc, bias, plus, buffer, m, n, N):
-    if bias is not None:
-        columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, acc.type.layout))
-        acc += gl.load(bias + columns, columns < N, 0.0).to(gl.float32)[None, :]
+def _leave(out, acc, plus, buffer, m, n):
     if plus is not None:
         acc += buffer.load(acc.type.layout).to(gl.float32)
     buffer.store(acc.to(buffer.dtype))
@@ -113,7 +110,10 @@ def _consumer(
         upper, lower = gl.minimum(own, M - 1), gl.minimum(own + 64, M - 1)
         square = b_scales + n // TILE * blocks
         first = gl.full([64, TILE], 0.0, gl.float32, layout)
-        second = gl.full([64, TILE], 0.0, gl.float32, layout)
+        if bias is not None:
+            columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+            first += gl.load(bias + columns, columns < N, 0.0).to(gl.float32)[None, :]
+        second = first
         scale = gl.load(square + begin)
         upper_scale = gl.load(a_scales + (begin * M + upper)) * scale
         lower_scale = gl.load(a_scales + (begin * M + lower)) * scale
@@ -147,8 +147,8 @@ def _consumer(
             else:
                 # those of the last tile have left long ago
                 tma.store_wait(0)
-            _leave(out, first, bias, plus, buffer.index(2 * WHO), m + WHO * TILE, n, N)
-            _leave(out, second, bias, plus, buffer.index(2 * WHO + 1), m + WHO * TILE + 64, n, N)
+            _leave(out, first, plus, buffer.index(2 * WHO), m + WHO * TILE, n)
+            _leave(out, second, plus, buffer.index(2 * WHO + 1), m + WHO * TILE + 64, n)
     if not PARTS:
         tma.store_wait(0)
 

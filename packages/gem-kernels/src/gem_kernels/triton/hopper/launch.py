@@ -2,7 +2,8 @@
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
 tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once), AHEAD
-(products of the next tile issued before this one's are done), REGS (held tiles that are multiplied from registers).
+(products of the next tile issued before this one's are done), REGS (held tiles that are multiplied from registers), FUSED (backward in
+kernels of their own for dQ and for dK and dV, in one, or in the one that sums dQ in memory, there WHOLE or in halves, EXACT in fp32).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
             _by_box(x)
             # In one kernel a program has whole samples: few of them leave SMs without work.
             fused = config["FUSED"] if x.batch * p.kv_heads >= x.info.sms or compiling() else 0
-            how = (_split if p.d <= 128 else _wide, _fused, partial(_one, whole=config.get("WHOLE", 0)))[fused]
+            how = (_split if p.d <= 128 else _wide, _fused, partial(_one, config=config))[fused]
             found[:] = [how(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
@@ -100,6 +101,8 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
             found.append({"GLUON": 1, "FUSED": 1})
         if single(p):
             found += [{"GLUON": 1, "FUSED": 2}, {"GLUON": 1, "FUSED": 2, "WHOLE": 1}]
+        if p.d == 128 and not p.broadcast:
+            found.append({"GLUON": 1, "FUSED": 2, "WHOLE": 1, "EXACT": 1})
     return found if only else [_PORTABLE, *found]
 
 
@@ -159,7 +162,8 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     made.base, made.padding = x, "zero"
     made.shape, made.strides = [_ENDLESS, _ENDLESS, _MAX_TMA_ROWS, heads * d], [2**34 - step, step, step, 1]
     made.block_shape = [1, 1, rows, columns or d]
-    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, gl.float16 if x.dtype == torch.float16 else gl.bfloat16)
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
+    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, dtype)
     return made
 
 
@@ -337,8 +341,9 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     return dq, dk, dv
 
 
-def _one(x: Inputs, results: Saved, dout: Tensor, whole: int = 0) -> Saved:
-    """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS."""
+def _one(x: Inputs, results: Saved, dout: Tensor, config: Config) -> Saved:
+    """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS. With EXACT in ``config`` dQ is summed in a
+    fp32 copy of it first."""
     from gem_kernels.triton.attention.rows import attention_delta_kernel
     from gem_kernels.triton.hopper.backward_one import hopper_bwd_one_kernel
 
@@ -355,14 +360,16 @@ def _one(x: Inputs, results: Saved, dout: Tensor, whole: int = 0) -> Saved:
             H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
         )  # fmt: skip
     tiles = x.sample_tiles(x.q_offsets)
+    exact = config.get("EXACT", 0)
+    sums = torch.empty(dq.shape, dtype=torch.float32, device=x.device) if exact else dq
     launch(
         hopper_bwd_one_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), _box(dk, 64), _box(dv, 64), dq, dk, dv, lse, delta,
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(sums, 64), _box(dk, 64), _box(dv, 64), sums, dk, dv, lse, delta,
         _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
-        x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
-        HKV=p.kv_heads, ADDS=False, WHOLE=whole, STAGES=2, **_constants(x),
+        x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), sums.stride(0), dk.stride(0),
+        HKV=p.kv_heads, ADDS=False, WHOLE=config.get("WHOLE", 0), EXACT=exact, STAGES=2, **_constants(x),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq.copy_(sums) if exact else dq, dk, dv
 
 
 def few(p: Plan) -> bool:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gem_core.errors import ConfigError, OpError
 from gem_core.model.layers import added_linear
 from gem_precision import linear_op
-from gem_precision.formats import quantize_fp8, quantize_mx
+from gem_precision.formats import FP8, quantize_fp8, quantize_mx
 from gem_precision.gemm import PAD, gemm, quantise, supports, with_spare_rows
 from gem_precision.kernels.block_gemm import parts_of, serves
 from gem_precision.linear import GroupedLinear, convert_linear, grouped_linear, low_precision_linear, restore_linear
@@ -398,6 +398,24 @@ def test_what_is_added_beside_the_product(name, device, tokens):
     assert ((y.float() - wanted).abs() <= 2**-8 * (product.float().abs() + y.float().abs()) + 2**-8).all()
     for got, other in zip(torch.autograd.grad(y, inputs, g), torch.autograd.grad(apart, inputs, g)):
         assert torch.equal(got, other)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "parts"),
+    [(262_144, 3072, 1024, 1), (1024, 1024, 262_144, 4), (3072, 1024, 262_144, 4), (2048, 1024, 131_072, 2), (512, 384, 640, 0)],
+)
+def test_k_is_cut_where_tiles_do_not_fill_the_gpu(m, n, k, parts, monkeypatch):
+    monkeypatch.setattr("gem_precision.kernels.block_gemm.multiprocessors", lambda device: 132)
+    a, b = (
+        FP8(
+            torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(-(-rows // r), k // 128, device="meta"),
+            "e4m3",
+            (r, 128),
+        )
+        for rows, r in ((m, 1), (n, 128))
+    )
+    assert parts_of(a, b) == parts
 
 
 @pytest.mark.gpu

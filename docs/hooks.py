@@ -1,17 +1,23 @@
 """mkdocs hook: drawings are put into pages, the benchmarks page shows every result, the compatibility page the versions that are pinned.
 
 The results themselves and their plots go into results/ of the site. ``<!-- drawing: NAME -->`` in a page becomes docs/drawings/NAME.svg,
-inline, so that it takes the page's colours and needs no network.
+inline, so that it takes the page's colours and needs no network. ``<!-- keys: MODULE -->`` becomes a table for each configuration class
+of the module, read from its source: the site is built without the packages.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+KEYS = re.compile(r"^<!-- keys: ([\w.]+) -->$", re.MULTILINE)
+LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "min_length": "at least this long:"}
+BAR = r"\|"
 DRAWING = re.compile(r"^<!-- drawing: ([\w-]+) -->$", re.MULTILINE)
 
 
@@ -26,6 +32,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = DRAWING.sub(lambda found: drawing(found[1]), markdown)
+    markdown = KEYS.sub(lambda found: keys(found[1]), markdown)
     if page.file.src_uri == "benchmarks.md":
         return markdown + "\n" + tables()
     if page.file.src_uri == "compatibility.md":
@@ -36,6 +43,67 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def drawing(name: str) -> str:
     """The SVG as a block of HTML."""
     return f'<figure class="drawing">\n{(DOCS / "drawings" / f"{name}.svg").read_text()}</figure>'
+
+
+def keys(module: str) -> str:
+    """Tables of the configuration classes of a module in their order; a private base's keys stand with those that derive from it."""
+    (file,) = DOCS.parent.glob(f"packages/*/src/{module.replace('.', '/')}.py")
+    tree = ast.parse(file.read_text()).body
+    kinds = {ast.unparse(node.targets[0]): ast.unparse(_plain(node.value)) for node in tree if isinstance(node, ast.Assign)}
+    classes = {node.name: node for node in tree if isinstance(node, ast.ClassDef) and _is_config(node)}
+    found = {name: list(_rows(node, kinds)) for name, node in classes.items()}
+    parts = []
+    for name, node in classes.items():
+        bases = [base for base in map(ast.unparse, node.bases) if base in found]
+        hidden = [base for base in bases if base.startswith("_")]
+        rows = [*(row for base in hidden for row in found[base]), *found[name]]
+        if name.startswith("_") or not rows:
+            continue
+        about = (ast.get_docstring(node) or "").replace("``", "`")
+        bases += [base for of in hidden for base in map(ast.unparse, classes[of].bases)]
+        shared = [base for base in bases if found.get(base) and not base.startswith("_")]
+        also = f"\n\nAnd the keys of {', '.join(shared)}." if shared else ""
+        parts.append("\n".join([f"### {name}\n", f"{about}{also}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def _is_config(node: ast.ClassDef) -> bool:
+    return any(re.search(r"(Config|Section|Options|Law|Ids)$", ast.unparse(base)) for base in node.bases)
+
+
+def _plain(kind: ast.expr) -> ast.expr:
+    """Without what ``Annotated`` adds."""
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated" and isinstance(kind.slice, ast.Tuple):
+        return kind.slice.elts[0]
+    return kind
+
+
+def _rows(node: ast.ClassDef, kinds: dict[str, str]) -> Iterator[str]:
+    """A line a field; ``kinds``: names that the module gives to types."""
+    for field in node.body:
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.target.id.startswith("_"):
+            continue
+        kind, default, meaning = ast.unparse(field.annotation), field.value, ""
+        if isinstance(default, ast.Call) and ast.unparse(default.func) == "Field":
+            given = {word.arg: word.value for word in default.keywords}
+            limits = [f"{LIMITS[name]} {ast.unparse(value)}" for name, value in given.items() if name in LIMITS]
+            told = ast.literal_eval(given["description"]) if "description" in given else ""
+            meaning = "; ".join(filter(None, [told, ", ".join(limits)]))
+            default = default.args[0] if default.args else given.get("default", given.get("default_factory"))
+        kind = re.sub(r"\w+", lambda word: kinds.get(word[0], word[0]), kind)
+        cells = (f"`{field.target.id}`", f"`{kind}`", _default(default), meaning)
+        yield f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
+def _default(value: ast.expr | None) -> str:
+    """As it is written in TOML, where it can be."""
+    if value is None or ast.unparse(value) == "...":
+        return "needed"
+    try:
+        plain = ast.literal_eval(value)
+    except ValueError:
+        return "none" if ast.unparse(value) in ("dict", "list") else "its own" if isinstance(value, ast.Call) else f"`{ast.unparse(value)}`"
+    return "unset" if plain is None else f"`{json.dumps(plain)}`"
 
 
 def tables() -> str:

@@ -13,10 +13,15 @@ import re
 import subprocess
 import sys
 import tomllib
+import typing
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+from gem_core.config.schema import Config
+from gem_core.plugins import manager
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "pages"
 BLOCK = re.compile(r"^(<!-- (?:needs|not run here): [^\n]* -->\n)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -72,6 +77,34 @@ def test_the_reference_has_every_public_name(package: str):
         thing = getattr(module, name)
         home = getattr(thing, "__module__", own)  # a package that is exported is its own home
         assert not home.startswith("gem_") or {home, f"{home}.{name}", f"{own}.{name}.{name}"} & set(shown), f"{home}.{name}"
+
+
+def test_the_reference_has_every_key_of_the_configuration(load):
+    """Of the core and of every installed package."""
+    hooks = load(PAGES.parent / "hooks.py")
+    tables: dict[str, str] = {}
+    for module in hooks.KEYS.findall((PAGES / "reference" / "configuration.md").read_text()):
+        for name, table in re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", hooks.keys(module), re.DOTALL | re.MULTILINE):
+            tables[name] = tables.get(name, "") + table
+
+    def shown(name: str) -> str:
+        """With what it takes from other tables."""
+        found = tables.get(name, "")
+        return found + "".join(shown(base) for bases in re.findall(r"^And the keys of (.*)\.$", found, re.M) for base in bases.split(", "))
+
+    def types(annotation: object) -> set[type[BaseModel]]:
+        """The tables below a type."""
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return {annotation}.union(*(types(field.annotation) for field in annotation.model_fields.values()))
+        return set().union(*(types(part) for part in typing.get_args(annotation)))
+
+    kinds = ("model", "source", "recipe", "dense_strategy", "sparse_strategy", "callback")
+    every = types(Config).union(*(types(spec.config_type) for kind in kinds for spec in manager().offers(kind)))
+    missing = [f"{of.__name__}.{key}" for of in every for key in of.model_fields if f"| `{key}` |" not in shown(of.__name__)]
+    assert missing == []
+    assert "| `betas` | `tuple[float, float]` | `[0.9, 0.98]` |" in shown("DenseOptimizer")
+    assert "| `rows` | `int` | needed | number of ids; an id must lie in [0, rows); above 0 |" in shown("Table")
+    assert "| `policy` | `Literal['error', 'clip', 'default', 'quarantine']` |" in shown("Sparse")
 
 
 def test_every_concept_has_a_drawing_that_is_there():

@@ -23,28 +23,31 @@ class Dense(FrozenConfig):
     """A scalar number: ``[features.dense.NAME]``."""
 
     column: str | None = Field(None, description="column of the source; None: the feature's name")
-    transform: Literal["none", "log1p"] = "none"
-    clip: tuple[float, float] | None = None
-    mean: float = 0.0
-    std: float = Field(1.0, gt=0)
+    transform: Literal["none", "log1p"] = Field("none", description="after clip, before mean and std")
+    clip: tuple[float, float] | None = Field(None, description="[lowest, highest] value")
+    mean: float = Field(0.0, description="is subtracted")
+    std: float = Field(1.0, gt=0, description="is divided by")
     default: float | None = Field(None, description="value for null or NaN; None: such a value is an error")
-    policy: Policy = "error"
+    policy: Policy = Field(
+        "error",
+        description="a value that cannot be used: ends the run, becomes the nearest usable one, the default, or its row is set aside",
+    )
 
 
 class Vector(FrozenConfig):
     """A fixed-width float vector: ``[features.vectors.NAME]``."""
 
-    dim: int = Field(gt=0)
-    column: str | None = None
+    dim: int = Field(gt=0, description="numbers of a vector")
+    column: str | None = Field(None, description="None: the feature's name")
 
 
 class Ids(FrozenConfig):
     """How one column becomes ids; shared by sparse features and event fields of kind "id"."""
 
-    column: str | None = None
+    column: str | None = Field(None, description="column of the source; None: the feature's name")
     table: str | None = Field(None, description="embedding table; None: one of the feature's own name (then `rows` is needed)")
     rows: int | None = Field(None, gt=0, description="size of the feature's own table")
-    dim: int | None = Field(None, gt=0)
+    dim: int | None = Field(None, gt=0, description="width of the feature's own table")
     hash: bool = Field(False, description="map any integer or string to [0, rows) by the stated 64-bit hash")
     vocabulary: bool = Field(
         False, description="id = 1 + place of the value in the vocabulary that features.fitted holds for the table; see 'gemrec data vocab'"
@@ -55,14 +58,17 @@ class Ids(FrozenConfig):
         None, description="salt of the hash; None: derived from the table's name, so that features sharing a table agree"
     )
     default: int | None = Field(None, description="id for null; None: a null is an error (in lists: refused)")
-    policy: Policy = "error"
+    policy: Policy = Field(
+        "error",
+        description="a value that cannot be used: ends the run, becomes the nearest usable one, the default, or its row is set aside",
+    )
 
 
 class Sparse(Ids):
     """One id or a bag of ids a sample: ``[features.sparse.NAME]``."""
 
     cross: tuple[str, str] | None = Field(None, description="two columns of single values, hashed together to [0, rows)")
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Literal["sum", "mean"] = Field("sum", description="of the rows of several ids")
     max_length: int | None = Field(None, gt=0, description="keep the last ids of a longer list")
     weights: str | None = Field(None, description="column of per-id weights")
 
@@ -70,12 +76,12 @@ class Sparse(Ids):
 class EventField(Ids):
     """One field of each event: ``[features.sequences.GROUP.fields.NAME]``."""
 
-    kind: Literal["id", "float", "vector"] = "id"
-    pooling: Literal["sum", "mean"] = "sum"
-    transform: Literal["none", "log1p"] = "none"
-    clip: tuple[float, float] | None = None
-    mean: float = 0.0
-    std: float = Field(1.0, gt=0)
+    kind: Literal["id", "float", "vector"] = Field("id", description="id: rows of a table; float: a number; vector: dim numbers")
+    pooling: Literal["sum", "mean"] = Field("sum", description="of the rows of several ids of one event")
+    transform: Literal["none", "log1p"] = Field("none", description="of numbers: after clip, before mean and std")
+    clip: tuple[float, float] | None = Field(None, description="of numbers: [lowest, highest]")
+    mean: float = Field(0.0, description="is subtracted from numbers")
+    std: float = Field(1.0, gt=0, description="numbers are divided by it")
     gap: Literal["previous", "sample"] | None = Field(
         None, description="no column: time since the event before (0 for the first), or from the event to the sample, in time_unit"
     )
@@ -86,7 +92,7 @@ class Sequence(FrozenConfig):
 
     fields: dict[str, EventField] = Field(min_length=1)
     timestamps: str | None = Field(None, description="list column of integer event times, non-decreasing within a history")
-    time_unit: Literal["s", "ms", "us", "ns"] = "s"
+    time_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="of timestamps and gaps")
     max_length: int = Field(4096, gt=0, description="keep the newest events of a longer history")
     drop_first: int = Field(0, ge=0, description="events to drop at the front of every history (a pad id, say)")
     order: Literal["error", "sort", "trust"] = Field("error", description="what to do when timestamps decrease")
@@ -99,7 +105,7 @@ class Sequence(FrozenConfig):
 class Label(FrozenConfig):
     """A binary task: ``[features.labels.NAME]``."""
 
-    column: str | None = None
+    column: str | None = Field(None, description="None: the task's name")
     mask: str | None = Field(None, description="boolean or 0/1 column: the label counts only where it is true (CVR: the click column)")
     weight: float = Field(1.0, ge=0, description="weight of the task in the loss")
     threshold: float | None = Field(None, description="label = value >= threshold, for graded columns")
@@ -118,10 +124,10 @@ class NextItem(FrozenConfig):
 class Features(FrozenConfig):
     """All of ``[features]``. Names are unique over all kinds."""
 
-    sample_id: str | None = None
+    sample_id: str | None = Field(None, description="column that names each row: predictions are told by it")
     timestamp: str | None = Field(None, description="column with the time of the impression")
-    timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
-    weight: str | None = None
+    timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="of integer timestamps")
+    weight: str | None = Field(None, description="column with each sample's weight in the loss and in metrics")
     request: str | None = Field(
         None, description="column that neighbouring rows of one request share: they stay together, and a batch stores their histories once"
     )

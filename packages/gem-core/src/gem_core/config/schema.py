@@ -28,10 +28,10 @@ class PluginSection(FrozenConfig):
 class Run(FrozenConfig):
     """``[run]``: where and with what the run happens."""
 
-    name: str = Field("run", min_length=1)
+    name: str = Field("run", min_length=1, description="also the name of its folder below dir")
     dir: str = Field("runs", description="run folders are created below this one")
-    seed: int = Field(0, ge=0, le=2**62)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = Field(0, ge=0, le=2**62, description="of initial parameters, of dropout and of the order of the samples")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a device is there")
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; None: leave it")
 
 
@@ -44,7 +44,7 @@ class TableSection(PluginSection):
 class Data(TableSection):
     """``[data]``: which source, and how batches are cut. The source's own options are in ``[data.<source>]``."""
 
-    source: str = "synthetic"
+    source: str = Field("synthetic", description="`gemrec plugins` lists those that are installed")
     batch_size: int = Field(512, gt=0, description="samples per batch and rank")
     eval_batch_size: int | None = Field(None, gt=0, description="None: batch_size")
     drop_last: bool = Field(False, description="drop a last partial training batch")
@@ -53,34 +53,36 @@ class Data(TableSection):
 class Model(PluginSection):
     """``[model]``: which registered model, from which preset; all further keys are options of that model."""
 
-    name: str = "gem"
-    preset: str | None = None
+    name: str = Field("gem", description="`gemrec plugins` lists those that are installed")
+    preset: str | None = Field(
+        None, description="sizes by name (tiny, small, base, base-window, large, xl), for the model gem; keys beside it go before"
+    )
 
 
 class Kernels(FrozenConfig):
     """``[kernels]``: "auto", or the name of an implementation; ``[kernels.ops]`` decides for single ops."""
 
-    default: str = "auto"
+    default: str = Field("auto", description="for every op that ops does not name; auto: the fastest that can do it")
     ops: dict[str, str] = Field(default_factory=dict)
 
 
 class Precision(TableSection):
     """``[precision]``: the recipe; its options are in ``[precision.<recipe>]``."""
 
-    recipe: str = "fp32"
+    recipe: str = Field("fp32", description="`gemrec plugins` lists those that are installed")
 
 
 class Parallel(TableSection):
     """``[parallel]``: the mesh (degrees; -1: inferred) and the strategies; their options are in ``[parallel.<strategy>]``."""
 
-    dense: str = "single"
-    sparse: str = "local"
-    replicate: int = 1
-    shard: int = -1
-    expert: int = 1
-    model: int = -1
-    replica: int = 1
-    timeout_s: float = Field(600.0, gt=0)
+    dense: str = Field("single", description="strategy of the dense part; `gemrec plugins` lists those that are installed")
+    sparse: str = Field("local", description="strategy of the embedding tables, likewise")
+    replicate: int = Field(1, description="dense part: copies")
+    shard: int = Field(-1, description="dense part: processes that share a copy; replicate x shard x expert is the number of processes")
+    expert: int = Field(1, description="dense part: processes that share the summed experts of a layer")
+    model: int = Field(-1, description="tables: processes that share a copy; model x replica is the number of processes")
+    replica: int = Field(1, description="tables: copies of a shard")
+    timeout_s: float = Field(600.0, gt=0, description="seconds without progress after which a run of several processes ends")
 
 
 class DenseOptimizer(FrozenConfig):
@@ -99,7 +101,7 @@ class TableOptimizer(FrozenConfig):
     kind: Literal["rowwise_adagrad", "adamw"] = "rowwise_adagrad"
     lr: float = Field(0.05, gt=0)
     eps: float = Field(1e-8, gt=0)
-    initial_accumulator: float = Field(0.0, ge=0)
+    initial_accumulator: float = Field(0.0, ge=0, description="of the squared gradients")
     evict_after: int | None = Field(
         None, gt=0, description="with a source that follows partitions: rows that no sample read for more than so many begin anew"
     )
@@ -108,9 +110,9 @@ class TableOptimizer(FrozenConfig):
 class Schedule(FrozenConfig):
     """``[train.schedule]``: linear warm-up, then the decay down to ``final * lr``; applies to both optimizers."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="steps in which the learning rates rise from 0")
     decay: Literal["none", "linear", "cosine"] = "none"
-    final: float = Field(0.0, ge=0, le=1)
+    final: float = Field(0.0, ge=0, le=1, description="share of the learning rate that is left at the end of the decay")
     tables: bool = Field(True, description="whether the schedule also drives the table optimizer")
 
 
@@ -132,7 +134,7 @@ class Train(FrozenConfig):
     """``[train]``: length of the run, optimizers, checkpoints, logs."""
 
     steps: int | None = Field(None, gt=0, description="optimizer steps; None: `epochs` decides")
-    epochs: int = Field(1, gt=0)
+    epochs: int = Field(1, gt=0, description="passes over the training data, where steps is not set")
     accumulate: int = Field(1, gt=0, description="micro-batches an optimizer step")
     clip_norm: float | None = Field(None, gt=0, description="global norm limit of the dense gradients")
     compile: bool = Field(False, description="torch.compile the model layer by layer (lookups stay eager)")
@@ -143,11 +145,11 @@ class Train(FrozenConfig):
     optimizer: DenseOptimizer = DenseOptimizer()
     tables: TableOptimizer = TableOptimizer()
     schedule: Schedule = Schedule()
-    log_every: int = Field(50, gt=0)
+    log_every: int = Field(50, gt=0, description="steps between lines of the log")
     checkpoint_every: int | None = Field(None, gt=0, description="steps between checkpoints; the final one is always written")
     checkpoint_async: bool = Field(False, description="copy the state and write it while training goes on; costs host memory for the copy")
-    keep_checkpoints: int = Field(2, gt=0)
-    tensorboard: bool = True
+    keep_checkpoints: int = Field(2, gt=0, description="the newest that stay; the best one stays as well, with eval.restore_best")
+    tensorboard: bool = Field(True, description="write TensorBoard files where the package is installed")
     warm_start: str | None = Field(
         None, description="run folder whose newest checkpoint a new run begins with: parameters, tables, which may have grown, optimizers"
     )
@@ -171,8 +173,10 @@ class Eval(FrozenConfig):
     """``[eval]``: when and how the model is evaluated; metrics are pooled over the whole evaluation set."""
 
     every: int | None = Field(None, gt=0, description="steps between evaluations; the final one is always made")
-    max_batches: int | None = Field(None, gt=0)
-    metrics: tuple[str, ...] = ("ne", "auc", "logloss", "calibration", "gauc")
+    max_batches: int | None = Field(None, gt=0, description="of an evaluation; None: the whole split")
+    metrics: tuple[str, ...] = Field(
+        ("ne", "auc", "logloss", "calibration", "gauc"), description="`gemrec plugins` lists those that are installed"
+    )
     group: str | None = Field(None, description="column or sparse feature that groups samples for GAUC")
     patience: int | None = Field(None, gt=0, description="stop after this many evaluations without a better `monitor`")
     monitor: str | None = Field(

@@ -181,6 +181,9 @@ def test_levels_trade_memory_for_time_and_are_used_where_nothing_else_fits() -> 
     assert sizes == sorted(sizes, reverse=True)
     assert times == sorted(times)
     assert space.levels[0].modules == ()
+    # what the last layer makes again is there at the peak
+    last = max(name.split(".")[1] for level in space.levels for name in level.modules)
+    assert int(last) < len(work.units) - 3
     free = plan(space).runnable
     assert free.recomputed == ()
     least = min(space.memory(free.dense, free.sparse, i).bytes for i in range(len(space.levels)))

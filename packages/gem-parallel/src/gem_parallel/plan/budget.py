@@ -98,6 +98,9 @@ def levels(workload: Workload, cluster: Cluster, times: tuple[UnitTimes, ...], r
     """
     found = [Level((), workload, times)]
     groups = [_options(unit, workload, cluster, rank, events) for unit in workload.units]
+    # The backward pass begins with the last one: what it would make again is there when most is.
+    for last in [i for i, unit in enumerate(workload.units) if unit.choices][-1:]:
+        groups[last] = groups[last][:1]
     most = sum(group[0][0] for group in groups)
     least = sum(min(size for size, _ in group) for group in groups)
     for i in range(1, count + 1):

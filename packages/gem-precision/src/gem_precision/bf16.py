@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +15,7 @@ from gem_core import Guard
 from gem_core.config import FrozenConfig
 from gem_core.errors import ConfigError
 from gem_core.model.casts import WeightCasts, product_weights
+from gem_core.train.builtin import PlainGuard
 from gem_core.train.contract import RecipeContext
 
 
@@ -25,27 +25,6 @@ class Bf16Config(FrozenConfig):
     keep: tuple[str, ...] = Field(
         ("heads",), description="modules computed in fp32: patterns of module names; everything inside a matching module is kept too"
     )
-
-
-class Bf16Guard:
-    """Tells the sites; bf16 has the range of fp32, so there is nothing to watch or to scale."""
-
-    capturable = True
-
-    def __init__(self, sites: Sequence[tuple[str, str, str]]) -> None:
-        self._sites = tuple(sites)
-
-    def describe(self) -> Sequence[tuple[str, str, str]]:
-        return self._sites
-
-    def on_step(self, step: int, loss: Tensor) -> Mapping[str, Any]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def apply_bf16(module: nn.Module, config: Bf16Config, context: RecipeContext) -> Guard:
@@ -79,7 +58,7 @@ def apply_bf16(module: nn.Module, config: Bf16Config, context: RecipeContext) ->
     casts = None if context.compile else WeightCasts(lambda: product_weights(module, apart), torch.bfloat16)
     module.weight_casts = casts  # type: ignore[assignment]
     _wrap(module, context.device.type, enabled=True, casts=casts)
-    return Bf16Guard(sites)
+    return PlainGuard(sites)  # bf16 has the range of fp32: there is nothing to watch or to scale
 
 
 def _inside(name: str, other: str) -> bool:

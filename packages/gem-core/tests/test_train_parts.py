@@ -16,6 +16,7 @@ from torch import nn
 
 import gem_core.train.measure as measure
 from gem_core.batch import Batch
+from gem_core.config import load_config
 from gem_core.config.schema import Eval
 from gem_core.errors import CheckpointError, ConfigError, DataError, DeviceError, RunError
 from gem_core.metrics import Value
@@ -30,7 +31,7 @@ from gem_core.train.measure import Meter, Peak, peak, peak_resident
 from gem_core.train.mesh import Mesh
 from gem_core.train.pack import read_json
 from gem_core.train.runfolder import clean
-from gem_core.train.runtime import Runtime, choose_device
+from gem_core.train.runtime import Runtime, choose_device, runtime
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,25 @@ def test_a_wrong_mesh_is_refused_with_the_arithmetic():
         Mesh(8, expert=0)
     with pytest.raises(ConfigError, match="for one process, and 2 were started"):
         single(nn.Linear(1, 1), Mesh(2), SingleConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE is 2, and MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and RANK, MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}, "the processes cannot meet: .*'two'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "the processes cannot meet: .*MASTER_PORT"),
+    ],
+)
+def test_processes_that_cannot_meet_do_not_train_alone(given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=told) as error, runtime(load_config(None, ["run.device=cpu"])):
+        pass
+    assert "torchrun" in error.value.fix
 
 
 def test_a_device_that_is_not_there_is_an_error_not_a_fall_back():

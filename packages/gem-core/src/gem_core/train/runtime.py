@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gem_core.config.schema import Config
-from gem_core.errors import DeviceError, GemError, PeerError
+from gem_core.errors import DeviceError, GemError, PeerError, RunError
 from gem_core.train.watchdog import keep_flight_record
 
 T = TypeVar("T")
@@ -107,6 +107,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
     """Choose the device and, under torchrun, join the process group; leaves it again unless the caller had joined before.
 
     :raises DeviceError: a CUDA device was asked for where there is none for this process.
+    :raises RunError: the environment tells of several processes and not how they meet, or they cannot.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(config.run.device, local)
@@ -114,13 +115,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
         torch.set_num_threads(config.run.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # A launcher's single process joins too: there are strategies that need a group, of whatever size.
-    joined = {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized()
-    if joined:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        keep_flight_record()
-        # Later than the watchdog, which has more to say.
-        dist.init_process_group(backend, timeout=timedelta(seconds=1.5 * config.parallel.timeout_s + 10), **_own_store())
+    joined = not dist.is_initialized() and _join(device, config.parallel.timeout_s)
     try:
         if dist.is_initialized():
             yield Runtime(device, dist.get_rank(), dist.get_world_size())
@@ -132,6 +127,27 @@ def runtime(config: Config) -> Iterator[Runtime]:
     finally:
         if joined:
             leave_group()
+
+
+def _join(device: torch.device, timeout_s: float) -> bool:
+    """Join the group of which the launcher's environment tells; False where it tells of none. A single process joins too: there are
+    strategies that need a group, of whatever size."""
+    missing = [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]
+    world = os.environ.get("WORLD_SIZE", "1")
+    fix = "start all processes by torchrun, as in: torchrun --no-python --nproc-per-node 4 gemrec train my.toml"
+    if missing:
+        if world != "1":  # each would train alone, and all write to one folder
+            raise RunError(f"WORLD_SIZE is {world}, and {', '.join(missing)} is not set", where="the environment", fix=fix)
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    keep_flight_record()
+    try:
+        # Later than the watchdog, which has more to say.
+        dist.init_process_group(backend, timeout=timedelta(seconds=1.5 * timeout_s + 10), **_own_store())
+    except (ValueError, RuntimeError) as error:
+        where = f"rank {os.environ['RANK']} of {world}, MASTER_ADDR {os.environ['MASTER_ADDR']}"
+        raise RunError(f"the processes cannot meet: {str(error).splitlines()[0]}", where=where, fix=fix) from error
+    return True
 
 
 def _own_store() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import load_times, pair_bias
+from gem_kernels.triton.attention.bias import add_bias, load_times
 from gem_kernels.triton.attention.masks import query_block, query_walk, sample_geometry, visible
 from gem_kernels.triton.attention.tiles import load_rows, store_box, store_rows, zero_slack
 
@@ -30,7 +30,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def attention_bwd_dkdv_kernel(
     q, k, v, dout, lse, delta, dq, dq_box, dk, dv,
     q_offsets, k_offsets, num_targets, context_len, kv_index, order, first,
-    bias_position, bias_time, time_edges, q_times, k_times, act_ids,
+    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
     tiles, tile_count,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_don, stride_doh,
     stride_dqn, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_bp, stride_bt,
@@ -79,7 +79,7 @@ def attention_bwd_dkdv_kernel(
                 dk_acc, dv_acc = walk_queries(
                     q, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
                     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,
-                    bias_position, bias_time, time_edges, q_times, k_times, act_ids,
+                    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
                     stride_qn, stride_qh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
                     rows, left, right, radius, edges, scale, ds_scale,
                     GROUP, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
@@ -96,7 +96,7 @@ def attention_bwd_dkdv_kernel(
 def walk_queries(
     q, dout, lse, delta, dq, dq_box, k_tile, v_tile, dk_acc, dv_acc,
     q_row, out_row, lq, k_row, h, t, c, n0, kv_head,
-    bias_position, bias_time, time_edges, q_times, k_times, act_ids,
+    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
     stride_qn, stride_qh, stride_don, stride_doh, stride_dqn, stride_dqh, stride_bp, stride_bt,
     rows, left, right, radius, edges, scale, ds_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -109,7 +109,7 @@ def walk_queries(
     shift = h + t - lq
     j = n0 + tl.arange(0, BLOCK_N)
     n1 = tl.minimum(n0 + BLOCK_N, h)
-    tk, tk_low, tk_high = load_times(k_times, k_row, n0, h, BLOCK_N)
+    tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N, TMA)
     blocks, walk_head, walk_first, walk_last, walk_tail = query_walk(
         n0, n1, shift, lq, t, h, c, left, right, BLOCK_M, CAUSAL, WINDOW, CONTEXT, TARGETS
     )
@@ -139,10 +139,12 @@ def walk_queries(
         p_min = tl.minimum(m0 + shift, h)
         p_max = tl.minimum(tl.minimum(m0 + BLOCK_M, lq) - 1 + shift, h)
         if BIAS:
-            tq, tq_low, tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
-            s = s * scale + pair_bias(
-                p[None, :], j[:, None], n0 - p_max, n1 - 1 - p_min, tq[None, :], tk[:, None], tq_low, tq_high, tk_low, tk_high, head,
-                bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
+            tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M, TMA)
+            s = add_bias(
+                s * scale, p[None, :], i[None, :], j[:, None], n0 - p_max, n1 - 1 - p_min,
+                tq[None, :], tk[:, None], tq_low, tq_high, tk_low, tk_high, lq, h, q_row, k_row, head,
+                bias_position, bias_time, time_index, time_edges, q_times, k_times, stride_bp, stride_bt, radius, edges,
+                TIME_STEPS, FAST > 0,
             )  # fmt: skip
         if SOFTMAX:
             prob = tl.exp2(s * (LOG2E if BIAS else scale * LOG2E) - lse_i[None, :])

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import load_times, pair_bias
+from gem_kernels.triton.attention.bias import add_bias, load_times
 from gem_kernels.triton.attention.masks import key_block, key_walk, sample_geometry, visible
 from gem_kernels.triton.attention.tiles import load_own, load_rows, store_rows, zero_slack
 
@@ -35,7 +35,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def attention_bwd_dq_kernel(
     q, k, v, out, dout, lse, delta, dq, dk, dv, dk_sums, dv_sums,
     q_offsets, k_offsets, num_targets, ds_own, target_k, context_len, kv_index,
-    bias_position, bias_time, time_edges, q_times, k_times, act_ids,
+    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
     tiles, tile_count,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh, stride_don, stride_doh,
     stride_dqn, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_tkn, stride_tkh,
@@ -97,8 +97,7 @@ def attention_bwd_dq_kernel(
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + head)
-        tq, tq_low, tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
-
+        tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M, TMA)
         if SUMS:
             dk_sum = tl.zeros([BLOCK_N, D_PAD], tl.float32)
             dv_sum = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
@@ -111,11 +110,12 @@ def attention_bwd_dq_kernel(
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             j = n0 + tl.arange(0, BLOCK_N)
             if BIAS:
-                tk, tk_low, tk_high = load_times(k_times, k_row, n0, h, BLOCK_N)
-                s = s * scale + pair_bias(
-                    p[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
-                    tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, head,
-                    bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
+                tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N, TMA)
+                s = add_bias(
+                    s * scale, p[:, None], i[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
+                    tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, lq, h, q_row, k_row, head,
+                    bias_position, bias_time, time_index, time_edges, q_times, k_times, stride_bp, stride_bt, radius, edges,
+                    TIME_STEPS, FAST > 0,
                 )  # fmt: skip
             if SOFTMAX:
                 step = LOG2E if BIAS else scale * LOG2E

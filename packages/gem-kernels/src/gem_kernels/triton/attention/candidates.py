@@ -55,7 +55,8 @@ def forward(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         return [_forward(block, block, 4, 1)]
     rows = _row_block(p)
     if p.time:
-        return _for_chip([_forward(64, 32, 8, 2), _forward(64, 32, 4, 2)], info)
+        # of what spills nothing
+        return _for_chip([_forward(64, 32, 4, 3), _forward(128, 32, 8, 3), _forward(64, 32, 4, 2)], info)
     if wide <= 64:
         found = [_forward(64, 64, 4, 3), _forward(128, 64, 8, 3), _forward(rows, 128, rows // 16, 2)]
     elif wide <= 128 and rows == 64:
@@ -143,9 +144,12 @@ def key_side(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
 
 
 def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
-    """For attention.bias."""
+    """For attention.bias. LANES: sums in registers, for which a warp must have 16 rows of a wgmma."""
     if info.key == "interpreter":
-        return [_config(32, 64, 1, 1, PERSISTENT=2)]
+        return [_config(32, 64, 1, 1, PERSISTENT=2, LANES=False)]
     if p.dtype == "fp32":
-        return [_config(16, 16, 4, 1, PERSISTENT=4)]
-    return [_config(32, 32, 4, 2, TMA=info.tma, PERSISTENT=2), _config(64, 32, 8, 2, TMA=info.tma, PERSISTENT=2)]
+        return [_config(16, 16, 4, 1, PERSISTENT=4, LANES=False)]
+    found = [_config(32, 32, 4, 2, TMA=info.tma, PERSISTENT=2, LANES=False)]
+    if info.key == "sm_90" and max(p.d_pad, p.dv_pad) <= 128:
+        found = [_config(64, n, 4, 2, TMA=info.tma, PERSISTENT=2, LANES=True) for n in (32, 64)] + found
+    return found

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate
-from gem_kernels.triton.attention.bias import load_times, pair_bias
+from gem_kernels.triton.attention.bias import add_bias, load_times
 from gem_kernels.triton.attention.masks import key_block, key_walk, sample_geometry, visible
 from gem_kernels.triton.attention.tiles import load_own, load_rows, store_rows, zero_slack
 
@@ -37,7 +37,7 @@ _CANCEL = tl.constexpr(15.0)
 def attention_fwd_kernel(
     q, k, v, out, lse,
     q_offsets, k_offsets, num_targets, own, target_v, context_len, kv_index,
-    bias_position, bias_time, time_edges, q_times, k_times, act_ids,
+    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
     tiles, tile_count,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     stride_tvn, stride_tvh, stride_bp, stride_bt,
@@ -76,15 +76,16 @@ def attention_fwd_kernel(
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + head)
-        tq, tq_low, tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
+        tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M, TMA)
 
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
         m_i, l_i, acc = walk_keys(
-            q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
+            q_tile, k, v, m_i, l_i, acc, i, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, q_row, lq, k_row, h, c,
             blocks, walk_head, walk_first, free0, free1,
-            bias_position, bias_time, time_edges, stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
+            bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative,
+            stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
             left, right, radius, edges, scale, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
             CAUSAL, WINDOW, CONTEXT, TIME_STEPS, FOLD, SUBTRACT, BLOCK_N, TMA,
         )  # fmt: skip
@@ -97,9 +98,10 @@ def attention_fwd_kernel(
                 l_i = tl.zeros([BLOCK_M], tl.float32)
                 acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
                 m_i, l_i, acc = walk_keys(
-                    q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
+                    q_tile, k, v, m_i, l_i, acc, i, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, q_row, lq, k_row, h, c,
                     blocks, walk_head, walk_first, free0, free1,
-                    bias_position, bias_time, time_edges, stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
+                    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative,
+                    stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
                     left, right, radius, edges, scale, D, DV, D_PAD, DV_PAD, SOFTMAX, ACT, ACT_SET, FAST, PRECISION,
                     CAUSAL, WINDOW, CONTEXT, TIME_STEPS, FOLD, False, BLOCK_N, TMA,
                 )  # fmt: skip
@@ -135,9 +137,10 @@ def attention_fwd_kernel(
 
 @triton.jit
 def walk_keys(
-    q_tile, k, v, m_i, l_i, acc, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, k_row, h, c, k_times,
+    q_tile, k, v, m_i, l_i, acc, i, p, p_min, p_max, tq, tq_low, tq_high, act_id, head, kv_head, q_row, lq, k_row, h, c,
     blocks, walk_head, walk_first, free0, free1,
-    bias_position, bias_time, time_edges, stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
+    bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative,
+    stride_kn, stride_kh, stride_vn, stride_vh, stride_bp, stride_bt,
     left, right, radius, edges, scale,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -152,11 +155,12 @@ def walk_keys(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         j = n0 + tl.arange(0, BLOCK_N)
         if BIAS:
-            tk, tk_low, tk_high = load_times(k_times, k_row, n0, h, BLOCK_N)
-            s = s * scale + pair_bias(
-                p[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
-                tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, head,
-                bias_position, bias_time, time_edges, stride_bp, stride_bt, radius, edges, TIME_STEPS,
+            tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N, TMA)
+            s = add_bias(
+                s * scale, p[:, None], i[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
+                tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, lq, h, q_row, k_row, head,
+                bias_position, bias_time, time_index, time_edges, q_times, k_times, stride_bp, stride_bt, radius, edges,
+                TIME_STEPS, FAST > 0,
             )  # fmt: skip
         elif not FOLD:
             s = s * scale

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_core.ops.contracts import GDPA
 from gem_kernels.triton.attention.activations import IDS
+from gem_kernels.triton.attention.bias_tables import BiasTables, bias_tables
 from gem_kernels.triton.attention.plan import Plan
 from gem_kernels.triton.attention.schedule import TileList, tile_list
 from gem_kernels.triton.attention.tiles import descriptor
@@ -75,9 +78,30 @@ class Inputs:
         """q_offsets, k_offsets, num_targets, the given tensors about candidates, context_len, kv_index of a kernel."""
         return self.q_offsets, self.k_offsets, self.num_targets, *own, self.context_len, self.kv_index
 
-    def bias_args(self) -> tuple[Any, ...]:
-        """bias_position, bias_time, time_edges, q_times, k_times of a kernel."""
-        return self.bias_position, self.bias_time, self.bias_time_edges, self.q_times, self.k_times
+    @functools.cached_property
+    def tables(self) -> BiasTables | None:
+        """The prepared tables of the bias, built when first asked for; None without a bias."""
+        if self.bias_position is None:
+            return None
+        return bias_tables(
+            self.bias_position, self.bias_time, self.bias_time_edges, self.q_times, self.k_times,
+            self.q_offsets, self.k_offsets, self.kv_index, self.batch,
+        )  # fmt: skip
+
+    def own_bias_args(self) -> tuple[Any, ...]:
+        """bias_position, bias_time, time_edges, q_times, k_times of a row-wise kernel."""
+        t = self.tables
+        return (None,) * 5 if t is None else (t.position, t.time, self.bias_time_edges, self.q_times, self.k_times)
+
+    def bias_args(self, m: int, n: int, tma: bool) -> tuple[Any, ...]:
+        """bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative of a kernel with m x n tiles."""
+        t = self.tables
+        if t is None:
+            return (None,) * 8
+        relative: list[Any] = [t.q_times, t.k_times]
+        if tma and t.k_times is not None:
+            relative = [TensorDescriptor(x, x.shape, [1], [rows]) for x, rows in zip(relative, (m, n))]
+        return t.position, t.time, t.index, self.bias_time_edges, self.q_times, self.k_times, *relative
 
     @property
     def row_block(self) -> int:
@@ -95,8 +119,9 @@ def dense_columns(x: Tensor | None) -> Tensor | None:
 
 
 def bias_strides(x: Inputs) -> list[int]:
-    """Row strides of the position and the time table."""
-    return [0 if t is None else t.stride(0) for t in (x.bias_position, x.bias_time)]
+    """Row strides of the prepared position and time tables."""
+    tables = () if x.tables is None else (x.tables.position, x.tables.time)
+    return [0 if t is None else t.stride(0) for t in tables] or [0, 0]
 
 
 def descriptors(tma: bool, *boxes: tuple[Tensor, int]) -> list[Any]:

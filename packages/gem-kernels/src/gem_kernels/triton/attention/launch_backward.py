@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from gem_core.ops.contract import YES, Problem, Supported, no
-from gem_kernels.triton.attention import candidates, column_sums
+from gem_kernels.triton.attention import candidates, column_sums, warp_sums
 from gem_kernels.triton.attention.backward_bias import attention_bwd_bias_kernel
 from gem_kernels.triton.attention.backward_dkdv import attention_bwd_dkdv_kernel
 from gem_kernels.triton.attention.backward_dq import attention_bwd_dq_kernel
+from gem_kernels.triton.attention.bias_tables import PAD
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
 from gem_kernels.triton.attention.rows import attention_bwd_own_kernel, attention_delta_kernel
@@ -29,6 +30,8 @@ from gem_kernels.triton.common.launch import launch
 Saved = tuple[Tensor | None, ...]
 
 SCHEMES = ("split", "kv_resident", "q_resident", "sample", "atomic")
+# Sums of the bias's gradient are kept for every warp up to this many entries: 20 MB on an H200.
+_WIDEST_ROW = 4096
 _DQ_MODES = {"split": 0, "kv_resident": 1, "sample": 2, "atomic": 3}
 
 
@@ -103,15 +106,19 @@ class _Backward:
         needs = self.need_q or scheme != "split", keys, keys
         (self.dq, dk, dv), self.sums = column_sums.empty_grads(x, x.batch, needs, of_q=False, offered=scheme == "q_resident")
         dq = None
+        d_position = d_time = None
         d_target_k, d_target_v = self._own(dk, dv) if p.targets else (None, None)
         if scheme == "q_resident":
             dq = self._query_side("attention.q_resident", dk, dv)
             self.sums.leave(dq, dk, dv)
         elif scheme == "split":
-            if self.need_q:
+            if self.need_q and self.need_bias:
+                dq = self.dq
+            elif self.need_q:
                 dq = self._query_side("attention.dq", None, None)
             elif p.softmax:
                 self._delta()
+            d_position, d_time = self._bias(dq) if self.need_bias else (None, None)
             if self.need_keys:
                 self._key_side("attention.dkdv", 0, None, dk, dv)
         else:
@@ -121,7 +128,6 @@ class _Backward:
                 self._delta()
             self._key_side(f"attention.{scheme}", _DQ_MODES[scheme], dq, dk, dv)
             dq = dq if direct else self.dq.copy_(dq)
-        d_position, d_time = self._bias() if self.need_bias else (None, None)
         grads = (dq, dk, dv, d_target_k, d_target_v, d_position, d_time)
         return tuple(g if need else None for g, need in zip(grads, self.needs))
 
@@ -157,7 +163,7 @@ class _Backward:
         launch(
             attention_bwd_dq_kernel, (grid or grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
             q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, self.sums.zeros(1), self.sums.zeros(2),
-            *x.sample_args(self.ds_own, x.target_k), *x.bias_args(),
+            *x.sample_args(self.ds_own, x.target_k), *x.bias_args(m, meta["BLOCK_N"], tma),
             x.act_ids, tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k),
             *bias_strides(x), x.batch, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
@@ -193,7 +199,7 @@ class _Backward:
         launch(
             attention_bwd_dkdv_kernel, (grid_size(tiles.bound, p.kv_heads, persistent, x.info.sms),), x.device,
             q, k, v, dout, self.lse, self.delta, dq, dq_box, dk, dv,
-            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), x.act_ids,
+            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(m, n, tma), x.act_ids,
             tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.dout, dq, dk, dv), *bias_strides(x),
             x.batch, x.requests, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
@@ -222,7 +228,7 @@ class _Backward:
         launch(
             attention_bwd_own_kernel, (grid_size(tiles.bound, p.kv_heads, 0, x.info.sms),), x.device,
             x.q, self.out, self.dout, self.lse, self.ds_own, to_k, to_v,
-            x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.target_v, x.kv_index, *x.bias_args(), x.act_ids,
+            x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.target_v, x.kv_index, *x.own_bias_args(), x.act_ids,
             tiles.tiles, tiles.count,
             *row_strides(x.q, self.out, self.dout, to_k, to_v, x.target_k, x.target_v), *bias_strides(x),
             x.batch, x.out_rows, x.radius, x.edges, p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
@@ -230,10 +236,12 @@ class _Backward:
         )  # fmt: skip
         return (to_k, to_v) if p.shared else (None, None)
 
-    def _bias(self) -> tuple[Tensor, Tensor | None]:
+    def _bias(self, dq: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the bias tables; of q on the way, into ``dq``, if given."""
         x, p = self.x, self.x.plan
         span = 2 * x.radius + 1
         times = 0 if x.bias_time is None else x.bias_time.shape[1]
+        width = span + 2 * PAD + 2 * times
         result: list[Tensor] = []
 
         def run(config: Config) -> None:
@@ -242,21 +250,31 @@ class _Backward:
             m, n = meta["BLOCK_M"], meta["BLOCK_N"]
             tiles = x.q_tiles(m)
             programs = max(1, min(tiles.bound, max(meta.pop("PERSISTENT"), 1) * x.info.sms // p.heads))
-            partial = torch.zeros(programs * p.heads, span + times, dtype=torch.float32, device=x.device)
+            meta["LANES"] = lanes = meta["LANES"] and width <= _WIDEST_ROW
+            partial = torch.zeros(programs, p.heads, m // 16 + 1 if lanes else 1, width, dtype=torch.float32, device=x.device)
+            sums = warp_sums.constants(n, width, lanes)
             q, k, v, dout = descriptors(tma, (x.q, m), (x.k, n), (x.v, n), (self.dout, m))
             launch(
                 attention_bwd_bias_kernel, (programs * p.heads,), x.device,
-                q, k, v, dout, self.lse, self.delta, partial, *x.sample_args(self.ds_own), *x.bias_args(), x.act_ids,
-                tiles.tiles, tiles.count, *row_strides(x.q, x.k, x.v, self.dout), *bias_strides(x),
-                x.out_rows, p.left, p.right, x.radius, x.edges, span + times, p.scale,
-                **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, TMA=tma, **meta,
+                q, k, v, self.out, dout, self.lse, self.delta, dq, partial,
+                *x.sample_args(self.ds_own, x.target_k), *x.bias_args(m, n, tma), x.act_ids, tiles.tiles, tiles.count,
+                *row_strides(x.q, x.k, x.v, self.out, self.dout, dq, x.target_k), *bias_strides(x),
+                x.batch, x.out_rows, p.left, p.right, x.radius, x.edges, width, p.scale, self.ds_scale, self.delta_scale,
+                **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, PAD=PAD, TMA=tma, **sums, **meta,
             )  # fmt: skip
-            result[:] = [partial.view(programs, p.heads, span + times).sum(0) * self.dv_scale]
+            result[:] = [partial.sum((0, 2)) * self.dv_scale]
 
         choose_and_run(x, "attention.bias", candidates.bias, run)
-        total = result[0]
-        d_time = None if x.bias_time is None else total[:, span:].to(x.bias_time.dtype)
-        return total[:, :span].to(x.bias_position.dtype), d_time
+        inside, buckets, reached = result[0].split((span + 2 * PAD, times, times), 1)
+        d_position = inside[:, PAD : PAD + span].clone()
+        d_position[:, 0] += inside[:, :PAD].sum(1)
+        d_position[:, -1] += inside[:, PAD + span :].sum(1)
+        d_time = None
+        if x.bias_time is not None:
+            d_time = buckets + reached
+            d_time[:, :-1] -= reached[:, 1:]
+            d_time = d_time.to(x.bias_time.dtype)
+        return d_position.to(x.bias_position.dtype), d_time
 
 
 def _like(t: Tensor) -> Tensor:

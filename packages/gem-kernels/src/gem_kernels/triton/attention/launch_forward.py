@@ -66,7 +66,7 @@ def _stream(x: Inputs, out: Tensor, lse: Tensor | None, config: Config, *, subtr
     own = _own_scores(x) if p.targets else None
     launch(
         attention_fwd_kernel, (grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
-        q, k, v, out, lse, *x.sample_args(own, x.target_v), *x.bias_args(), x.act_ids, tiles.tiles, tiles.count,
+        q, k, v, out, lse, *x.sample_args(own, x.target_v), *x.bias_args(m, n, tma), x.act_ids, tiles.tiles, tiles.count,
         *row_strides(x.q, x.k, x.v, out, x.target_v), *bias_strides(x),
         x.batch, x.q_len, x.out_rows, p.left, p.right, x.radius, x.edges, p.scale, p.out_scale * p.folded_gain,
         **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, SUBTRACT=subtract, POSITIVE=p.scale > 0, TMA=tma, **meta,
@@ -80,7 +80,7 @@ def _own_scores(x: Inputs) -> Tensor:
     tiles = x.q_tiles(x.row_block)
     launch(
         attention_fwd_own_kernel, (grid_size(tiles.bound, p.heads, 0, x.info.sms),), x.device,
-        x.q, own, x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.kv_index, *x.bias_args(), tiles.tiles, tiles.count,
+        x.q, own, x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.kv_index, *x.own_bias_args(), tiles.tiles, tiles.count,
         *row_strides(x.q, x.target_k), *bias_strides(x), x.out_rows, x.radius, x.edges, p.scale,
         H=p.heads, GROUP=p.group, D=p.d, D_PAD=p.d_pad, TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
     )  # fmt: skip

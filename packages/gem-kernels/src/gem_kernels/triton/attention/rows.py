@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import load_times, own_bias
+from gem_kernels.triton.attention.bias import own_bias
 from gem_kernels.triton.attention.masks import sample_geometry
 from gem_kernels.triton.attention.tiles import load_own, load_rows, zero_slack
 
@@ -55,12 +55,11 @@ def attention_fwd_own_kernel(
             i = m0 + tl.arange(0, BLOCK_M)
             candidate = (i >= lq - t) & (i < lq)
             own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-            tq, _tq_low, _tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
             q_tile = load_rows(q, q_row, m0, lq, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, False).to(tl.float32)
             k_own = load_own(target_k, own_row, i, candidate, head // GROUP, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
             score = tl.sum(q_tile * k_own, 1) * scale
             score += own_bias(
-                head, tq, own_row, i, candidate, bias_position, bias_time, time_edges, k_times,
+                head, own_row, q_row, i, candidate, bias_position, bias_time, time_edges, q_times, k_times,
                 stride_bp, stride_bt, radius, edges, TIME_STEPS, kv_index is not None,
             )  # fmt: skip
             tl.store(own + head.to(tl.int64) * rows + out_row + i, score, candidate)
@@ -99,7 +98,6 @@ def attention_bwd_own_kernel(
         dv_acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
         own_row = q_row if SHARED else k_row + h - (lq - t)
         if m0 + BLOCK_M > lq - t:
-            tq, _tq_low, _tq_high = load_times(q_times, q_row, m0, lq, BLOCK_M)
             k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
             v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD).to(tl.float32)
             for g in range(GROUP):
@@ -108,7 +106,7 @@ def attention_bwd_own_kernel(
                 do_tile = load_rows(dout, out_row, m0, lq, head, stride_don, stride_doh, BLOCK_M, DV, DV_PAD, False).to(tl.float32)
                 score = tl.sum(q_tile * k_own, 1) * scale
                 score += own_bias(
-                    head, tq, own_row, i, candidate, bias_position, bias_time, time_edges, k_times,
+                    head, own_row, q_row, i, candidate, bias_position, bias_time, time_edges, q_times, k_times,
                     stride_bp, stride_bt, radius, edges, TIME_STEPS, SHARED,
                 )  # fmt: skip
                 dp = tl.sum(do_tile * v_own, 1)

@@ -1,0 +1,202 @@
+"""The relative bias and its gradients in the Triton kernels: however a tile's times lie, and the sums in a warp's registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gem_core import ops
+from gem_core.jagged import lengths_to_offsets
+from gem_core.ops import dispatch
+from gem_kernels.triton import attention
+from gem_kernels.triton.attention import inputs, warp_sums
+from gem_kernels.triton.common.device import on_cpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+SPECS = {(spec.op, spec.name): spec for spec in attention.specs()}
+LENGTHS = [0, 1, 31, 64, 65, 0, 97]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
+
+
+@pytest.fixture(autouse=True)
+def _where_it_runs() -> Iterator[None]:
+    with nullcontext() if DEVICE == "cuda" else on_cpu():
+        yield
+
+
+class Computing(warp_sums.Lanes):
+    """Lanes as arrays of 32 numbers."""
+
+    def lane(self) -> Any:
+        return np.arange(32)
+
+    def integer(self, operation: str, a: Any, b: Any) -> Any:
+        return {
+            "add": np.add, "sub": np.subtract, "and": np.bitwise_and, "xor": np.bitwise_xor,
+            "shl": np.left_shift, "shr": np.right_shift, "mul.lo": np.multiply,
+        }[operation](a, b)  # fmt: skip
+
+    def equals(self, a: Any, b: int) -> Any:
+        return a == b
+
+    def both(self, p: Any, q: Any) -> Any:
+        return p & q
+
+    def select(self, p: Any, a: Any, b: Any) -> Any:
+        return np.where(p, 0 if a is None else a, 0 if b is None else b)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return a + b
+
+    def from_lane(self, x: Any, source: Any) -> Any:
+        return x[source]
+
+
+def warp_tile(columns: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A tile of 16 rows, and the registers of a warp that holds it."""
+    tile = np.random.default_rng(columns).integers(-9, 10, (16, columns))
+    g, c = np.arange(32) // 4, np.arange(32) % 4
+    return tile, [tile[g + 8 * (r // 2 % 2), 8 * (r // 4) + 2 * c + r % 2] for r in range(columns // 2)]
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_diagonals_of_a_warp(columns: int) -> None:
+    tile, registers = warp_tile(columns)
+    sums, first = warp_sums.diagonal_sums(Computing(), registers)
+    found = dict.fromkeys(range(-15, columns), 0)
+    for n, values in enumerate(sums):
+        diagonals = (first + 8 * n).tolist()
+        assert len(set(diagonals)) == 32, "two lanes add to one address at once"
+        for diagonal, value in zip(diagonals, values):
+            assert value == 0 or diagonal in found
+            if value:
+                found[diagonal] += value
+    assert found == {d: np.trace(tile, d) for d in found}
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_columns_of_a_warp(columns: int) -> None:
+    tile, registers = warp_tile(columns)
+    sums, first = warp_sums.column_sums(Computing(), registers)
+    found = [(int(c), int(v)) for n, values in enumerate(sums) for c, v in zip(first + 8 * (n // 2) + n % 2, values)]
+    assert sorted(found) == list(enumerate(tile.sum(0).tolist()))
+
+
+TIMES = {
+    "ascending": lambda draw, n: torch.randint(0, 2000, (n,), generator=draw).cumsum(0),
+    "all equal": lambda draw, n: torch.full((n,), 1_700_000_000),
+    "bursts": lambda draw, n: (torch.rand(n, generator=draw) < 0.05).cumsum(0) * 86_400 + torch.arange(n) % 7,
+    "in any order": lambda draw, n: torch.randint(0, 1 << 20, (n,), generator=draw),
+    "descending": lambda draw, n: -torch.randint(0, 2000, (n,), generator=draw).cumsum(0),
+    "gaps of centuries": lambda draw, n: (torch.rand(n, generator=draw) < 0.03).cumsum(0) * (1 << 33) + torch.arange(n) * 60,
+    "around 2**29": lambda draw, n: (torch.randint(-3, 3, (n,), generator=draw) + (1 << 29)) * (torch.arange(n) % 2),
+    "nanoseconds": lambda draw, n: 1_700_000_000_000_000_000 + torch.randint(0, 1 << 40, (n,), generator=draw).cumsum(0),
+}  # fmt: skip
+EDGES = {
+    "powers": torch.logspace(0, 20, 31, base=2.0).long(),
+    "crowded": torch.arange(-3, 70_000, 3_000),
+    "one": torch.tensor([1]),
+    "zero and far": torch.tensor([-5, 0, 0, 1, 2, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 30) + 1, 1 << 33, 1 << 62]),
+}
+
+
+def compare(
+    op: str, times: str, edges: str, dtype: torch.dtype, d: int, lengths: list[int], most: float, radius: int = 9, sharing: bool = False,
+    **more: Any,
+) -> None:  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    if sharing:
+        # Every request's keys serve two samples.
+        k_lengths, kv_index = torch.tensor(lengths), torch.arange(2 * len(lengths)) // 2
+        q_lengths = torch.tensor([n // 2 for n in lengths for _ in range(2)])
+    else:
+        k_lengths = q_lengths = torch.tensor(lengths)
+        kv_index = None
+    nq, nk, heads, buckets = int(q_lengths.sum()), int(k_lengths.sum()), 2, EDGES[edges].numel() + 1
+
+    def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(DEVICE, of)
+
+    q, do = made(nq, heads, d), made(nq, heads, d)
+    k, v = made(nk, heads, d), made(nk, heads, d)
+    position, time = 0.5 * made(heads, 2 * radius + 1, of=torch.float32), 0.5 * made(heads, buckets, of=torch.float32)
+    k_times = TIMES[times](draw, nk).to(DEVICE)
+    q_times = TIMES[times](draw, nq).to(DEVICE) if sharing else k_times
+    targets = torch.minimum(q_lengths, torch.tensor([5, 0, 64] * 6)[: len(q_lengths)]).to(DEVICE)
+    own = (made(nq, heads, d), made(nq, heads, d)) if sharing else None
+    q_offsets, k_offsets = (lengths_to_offsets(x).to(DEVICE) for x in (q_lengths, k_lengths))
+    if op == "gdpa":
+        more = {"activation": "silu", "scale_in": d**-0.5, **more}
+
+    def grads(backend: str, to: torch.dtype) -> list[Tensor]:
+        wide = to == torch.float64
+        leaves = [x.detach().to(to if wide else x.dtype).requires_grad_() for x in (q, k, v, position, time, *(own or ()))]
+        bias = ops.RelativeBias(leaves[3], leaves[4], EDGES[edges].to(DEVICE), q_times, k_times)
+        out = getattr(ops, op)(
+            *leaves[:3], q_offsets, k_offsets, bias=bias, num_targets=targets, backend=backend, max_q_len=256, max_k_len=256,
+            kv_index=None if kv_index is None else kv_index.to(DEVICE), target_kv=tuple(leaves[5:]) or None, **more,
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype))]
+
+    with dispatch.offering(SPECS[op, "triton"]):
+        got = grads("triton", dtype)
+    want = grads(ops.REFERENCE, torch.float64)
+    names = ("out", "dq", "dk", "dv", "d position", "d time", "d target k", "d target v")
+    far = {n: float((g.double() - w).norm() / w.norm().clamp_min(1e-30)) for n, g, w in zip(names, got, want)}
+    assert max(far.values()) < most, far
+
+
+@pytest.mark.parametrize("times", list(TIMES))
+def test_times(times: str) -> None:
+    compare("gdpa", times, "powers", torch.float32, 16, LENGTHS, 1e-5, causal=True)
+
+
+@pytest.mark.parametrize("times", ["ascending", "around 2**29"])
+@pytest.mark.parametrize("edges", ["crowded", "one", "zero and far"])
+def test_edges(edges: str, times: str) -> None:
+    compare("jagged_attention", times, edges, torch.float32, 16, LENGTHS[3:5], 1e-5)
+
+
+def test_requests() -> None:
+    compare("jagged_attention", "bursts", "powers", torch.float32, 16, [40, 0, 66], 1e-5, sharing=True)
+
+
+@pytest.mark.skipif(not HOPPER, reason="sums in registers are for sm_90")
+@pytest.mark.parametrize(
+    ("op", "d", "columns", "case"),
+    [
+        ("gdpa", 128, 64, "ascending:powers"), ("jagged_attention", 128, 64, "bursts:powers"), ("gdpa", 128, 32, "in any order:crowded"),
+        ("jagged_attention", 64, 32, "gaps of centuries:zero and far"), ("gdpa", 64, 64, "gaps of centuries:powers"),
+        ("jagged_attention", 128, 32, "ascending:zero and far"),
+    ],
+)  # fmt: skip
+def test_sums_in_registers(op: str, d: int, columns: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables wider and narrower than a tile, history masks of all kinds, shared requests."""
+    sums = {"BLOCK_M": 64, "BLOCK_N": columns, "TMA": True, "PERSISTENT": 2, "num_warps": 4, "num_stages": 2, "LANES": True}
+    chosen = []
+
+    def choose(kernel: str, facts: Any, info: Any, candidates: Any, run: Any) -> dict[str, Any]:
+        config = sums if kernel == "attention.bias" else candidates()[0]
+        chosen.append(config)
+        run(config)
+        return config
+
+    monkeypatch.setattr(inputs, "choose", choose)
+    times, edges = case.split(":")
+    lengths = [*LENGTHS, 200, 256, 191]
+    compare(op, times, edges, torch.bfloat16, d, lengths, 8e-3, radius=100, causal=True)
+    compare(op, times, edges, torch.bfloat16, d, lengths, 8e-3, radius=20)
+    compare(op, times, edges, torch.bfloat16, d, lengths, 8e-3, radius=100, window=(40, 30))
+    compare(op, times, edges, torch.bfloat16, d, [40, 0, 97, 64, 256], 8e-3, radius=20, sharing=True)
+    assert sums in chosen

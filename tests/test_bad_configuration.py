@@ -37,6 +37,18 @@ CASES = {
     ),
     "wrong type": ("[train]\nsteps = 'many'\n", r"train\.steps = \"many\": input should be a valid integer"),
     "out of range": ("[data]\nbatch_size = 0\n", r"data\.batch_size = 0: input should be greater than 0"),
+    "half a law": (
+        "[data.synthetic]\nlength = { mean = 3.0 }\n",
+        r"data\.synthetic\.length = \{\"mean\": 3\.0\} lacks law, which .*\n  where: .*\n  fix:   set data\.synthetic\.length\.law",
+    ),
+    "unknown law": (
+        "[data.synthetic]\nlength = { law = 'zipff' }\n",
+        r"data\.synthetic\.length\.law = \"zipff\": there is 'uniform', 'zipf', .*\n  where: .*\n  fix:   did you mean 'zipf'\?",
+    ),
+    "implementation of another op": (
+        "[kernels.ops]\nnorm = 'varlen'\n",
+        r"called 'norm/varlen'; there are: (norm/[\w-]+(, )?)+\n  where: kernels\.ops",
+    ),
     "two features with one name": (
         "[features.dense.a]\n[features.sparse.a]\nrows = 3\n",
         r"two features have the name 'a': features\.dense\.a and features\.sparse\.a; rename one",

@@ -84,6 +84,19 @@ def test_tests_on_a_gpu_are_marked(root: Path):
     assert [path.name for path in found if "pytest.mark.gpu" not in path.read_text()] == []
 
 
+def test_errors_that_a_user_can_cause_say_what_to_do(root: Path):
+    """Of those whose messages a person reads; the errors of ops and batches name the argument that is wrong."""
+    kinds = {"ConfigError", "DataError", "CheckpointError"}
+    found = [
+        (f"{path.relative_to(root)}:{node.lineno}", {word.arg for word in node.keywords})
+        for path in root.glob("packages/*/src/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in kinds
+    ]
+    assert len(found) > 200
+    assert [place for place, words in found if "fix" not in words and "config/explain.py" not in place] == []
+
+
 def test_versions_are_ranges(root: Path):
     """A plug-in asks for a range of the core, never for one version, and nothing pins anything in its package metadata."""
     import tomllib

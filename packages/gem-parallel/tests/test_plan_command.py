@@ -179,11 +179,21 @@ def test_local_rates_replace_those_of_the_file(config: Path, tmp_path: Path, cap
         (["--world", "2", "--lengths", "law=normal"], "the law is not valid TOML"),
         (["--world", "2", "--lengths", 'law="normal"'], "lengths"),
         (["--world", "2", "--measured", "none.json"], "measurements cannot be read"),
+        (["--world", "2", "--measured", "numbers.json"], "a JSON list of objects"),
+        (["--world", "2", "--measured", "ladder.json"], "a JSON list of objects"),
+        (["--world", "2", "--measured", "bytes.json"], "not valid JSON"),
+        (["--world", "2", "--local", "bytes.json"], "no result of `gemrec bench local`: not its JSON"),
+        (["--world", "2", "--ranks", "no/such/folder/ranks.csv"], "No such file or directory"),
         (["--world", "2", "--json", "no/such/folder/plan.json"], "cannot be written"),
         (["--world", "1", "--set", "data.batch_size=3000000"], "nothing fits"),
     ],
 )
-def test_faults_of_the_user(config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_of_the_user(
+    config: Path, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in (("numbers.json", b"[1]"), ("ladder.json", b'{"ladder": "x", "rows": [{"a": 1}]}'), ("bytes.json", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
     assert main(["plan", str(config), "--cluster", H200, *arguments]) == 2
     assert message in capsys.readouterr().err
 

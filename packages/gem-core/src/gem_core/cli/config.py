@@ -61,5 +61,5 @@ def init(
     except FileExistsError:
         raise ConfigError("the file exists already", where=str(path), fix="choose another name, or overwrite it with --force") from None
     except OSError as fault:
-        raise ConfigError(f"the file cannot be written: {fault.strerror}", where=str(path)) from None
+        raise ConfigError(f"the file cannot be written: {fault.strerror}", where=str(path), fix="name another file") from None
     print(f"wrote {path}; try: gemrec train {path}")

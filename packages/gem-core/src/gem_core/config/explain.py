@@ -206,6 +206,15 @@ class _Fault:
             self.fix = f"add {path[-1]} = ... to [{'.'.join(path[:-1])}]" if path[:-1] else f"add {path[-1]} = ..."
         elif kind == "value_error":
             self.what = error["msg"].removeprefix("Value error, ")
+        elif kind == "union_tag_not_found":
+            key = error["ctx"]["discriminator"].strip("'")
+            self.what = f"{dotted} = {_show(error['input'])} lacks {key}, which says what the other keys mean"
+            self.fix = f"set {dotted}.{key} as well"
+        elif kind == "union_tag_invalid":
+            key, tag = error["ctx"]["discriminator"].strip("'"), str(error["ctx"]["tag"])
+            self.what = f"{dotted}.{key} = {_show(tag)}: there is {error['ctx']['expected_tags']}"
+            near = difflib.get_close_matches(tag, error["ctx"]["expected_tags"].replace("'", "").split(", "), n=1)
+            self.fix = f"did you mean {near[0]!r}?" if near else "choose one of these"
         else:
             allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", error["msg"])
             self.what = f"{dotted} = {_show(error['input'])}: {_lower(allowed).partition(', unable to parse')[0]}"

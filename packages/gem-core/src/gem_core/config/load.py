@@ -237,9 +237,10 @@ def _parse_json(text: str, name: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as fault:
-        raise ConfigError(f"not valid JSON: {fault.msg}", where=f"{name}:{fault.lineno} (column {fault.colno})") from None
+        where = f"{name}:{fault.lineno} (column {fault.colno})"
+        raise ConfigError(f"not valid JSON: {fault.msg}", where=where, fix="correct the line; a TOML file ends in .toml") from None
     if not isinstance(data, dict):
-        raise ConfigError("a configuration is a JSON object with a key for each section", where=name)
+        raise ConfigError("a configuration is a JSON object", where=name, fix='write {"section": {"key": value, ...}, ...}')
     return data
 
 

@@ -104,7 +104,9 @@ class InterFormer(RankingModel):
     def __init__(self, config: InterFormerConfig, features: Features) -> None:
         super().__init__(config, features)
         if not features.sequences:
-            raise ConfigError("InterFormer reads histories, and none is declared", where="features.sequences")
+            raise ConfigError(
+                "InterFormer reads histories, and none is declared", where="features.sequences", fix="declare one, or choose wukong"
+            )
         c = self.config = config
         tower = SequenceConfig(
             dim=c.dim, heads=c.heads, rotary="position", cls=c.summary, event=EventConfig(combine="masknet", positions=c.positions),

@@ -218,8 +218,10 @@ def _explicit(problem: Problem, name: str) -> KernelSpec:
 def _find(op: str, name: str) -> KernelSpec:
     specs = {s.name: s for s in kernel_specs(op)}
     if name not in specs:
-        # the manager's message also tells of broken and disabled plug-ins
-        return plugins.manager().find("kernel", f"{op}/{name}")
+        wanted = f"{op}/{name}"
+        raise plugins.manager().missing(
+            f"kernel called {wanted!r}", wanted, (f"{op}/{known}" for known in specs), "kernels.ops, or backend"
+        )
     return specs[name]
 
 

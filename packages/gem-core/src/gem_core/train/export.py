@@ -29,7 +29,7 @@ def write_embeddings(run: Path, out: Path, *, step: int | None = None) -> dict[s
     stored = checkpoint.tensors("tables")
     tables = {name.removesuffix(".weight"): tensor for name, tensor in stored.items() if name.endswith(".weight")}
     if not tables:
-        raise CheckpointError("the run's model has no embedding tables", where=str(run))
+        raise CheckpointError("the run's model has no embedding tables", where=str(run), fix="give a run whose model has some")
     reads = {path: features.table_of(path) for path in features.id_features()}
     temporary = out.with_name(f".tmp-{out.name}")
     try:

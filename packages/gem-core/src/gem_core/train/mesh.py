@@ -35,7 +35,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if self.world < 1 or not 0 <= self.rank < self.world:
-            raise ConfigError(f"rank {self.rank} of a world of {self.world} does not exist", where="parallel")
+            raise ConfigError(
+                f"rank {self.rank} of a world of {self.world} does not exist", where="parallel", fix="give a rank in [0, world)"
+            )
         inferred = {axis for axis in DENSE + SPARSE if getattr(self, axis) == -1}
         for side in (DENSE, SPARSE):
             self._infer(side)

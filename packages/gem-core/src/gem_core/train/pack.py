@@ -101,7 +101,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {k: unpack(v, tensors) for k, v in value.items()}
     if kind in ("tensor", "array"):
         if value["name"] not in tensors:
-            raise CheckpointError("a stored state lacks one of its tensors", where=value["name"])
+            raise CheckpointError("a stored state lacks one of its tensors", where=value["name"], fix=_FIX)
         tensor = tensors[value["name"]]
         return tensor if kind == "tensor" else tensor.numpy()
     if kind == "tuple":

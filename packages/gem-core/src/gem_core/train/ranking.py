@@ -124,5 +124,7 @@ def _seen(batch: Batch, features: Features) -> Jagged:
         name, field = features.next_item_field()
         return sequence_of(batch, name).jagged(field)
     if batch.sparse is None:
-        raise DataError(f"the data has no sparse feature {task.seen!r}", where="features.next_item.seen")
+        raise DataError(
+            f"the data has no sparse feature {task.seen!r}", where="features.next_item.seen", fix="declare it, or leave seen out"
+        )
     return batch.sparse[task.seen]

@@ -84,7 +84,8 @@ class Saver:
         assert result is not None
         if isinstance(result, GemError):
             raise result
-        raise CheckpointError(f"a checkpoint could not be written in the background: {type(result).__name__}: {result}") from result
+        what = f"a checkpoint could not be written in the background: {type(result).__name__}: {result}"
+        raise CheckpointError(what, fix="resume from the one before; train.checkpoint_async = false writes in the foreground") from result
 
     def wait(self) -> Path | None:
         """`finished`, after waiting for the end."""

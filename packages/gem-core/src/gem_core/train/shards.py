@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gem_core.train.runtime import Runtime
 
 State = Tensor | Shards
+_REPORT = "report it to the package of the strategy: its processes tell of parts that do not fit each other"
 """What may stand for a tensor in a state: the whole, a DTensor, or `Shards`."""
 
 
@@ -78,12 +79,12 @@ def gather(states: Mapping[str, State], runtime: Runtime) -> dict[str, Tensor]:
             for at, tensor in parts:
                 box = box_of(at, tensor.shape)
                 if filled[name][box].any() and not torch.equal(whole[name][box], tensor):
-                    raise CheckpointError(f"rank {rank} holds other values of {name} at {at} than a rank before it")
+                    raise CheckpointError(f"rank {rank} holds other values of {name} at {at} than a rank before it", fix=_REPORT)
                 whole[name][box] = tensor
                 filled[name][box] = True
     gaps = [name for name, mask in filled.items() if not mask.all()]
     if gaps:
-        raise CheckpointError(f"no rank holds all of {', '.join(gaps[:5])}")
+        raise CheckpointError(f"no rank holds all of {', '.join(gaps[:5])}", fix=_REPORT)
     return whole
 
 

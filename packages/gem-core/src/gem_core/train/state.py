@@ -76,7 +76,11 @@ def load_optimizer(parts: Parts, dense: DenseAdamW, checkpoint: Checkpoint) -> N
     stored, known = checkpoint.shapes("optimizer"), {*parts.dense_state(), *dense.parameters}
     strange = [key for key in stored if key.rpartition(".")[0] not in known]
     if strange:
-        raise CheckpointError(f"the optimizer state {strange[0]!r} fits no parameter of this model", where=str(checkpoint.path))
+        raise CheckpointError(
+            f"the optimizer state {strange[0]!r} fits no parameter of this model",
+            where=str(checkpoint.path),
+            fix="use the configuration that it was written with (config.toml of its run folder)",
+        )
     checkpoint.fill("optimizer", dense.targets(stored), "optimizer state", partial=True)
 
 

@@ -75,7 +75,7 @@ def crc32_of(path: Path) -> int:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in the files."""
     if dtype not in _NAMES:
-        raise CheckpointError(f"a tensor of dtype {dtype} cannot be stored")
+        raise CheckpointError(f"a tensor of dtype {dtype} cannot be stored", fix=f"store one of {', '.join(_NAMES.values())}")
     return _NAMES[dtype]
 
 
@@ -91,10 +91,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"a tensor of dtype {tensor.dtype} cannot be stored", where=name)
+        kind = dtype_name(tensor.dtype)
         size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -126,7 +125,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 raise broken("has no valid header")
             header = json.loads(file.read(length))
     except OSError as error:
-        raise CheckpointError(f"the tensor file cannot be read: {error.strerror}", where=str(path)) from error
+        raise CheckpointError(
+            f"the tensor file cannot be read: {error.strerror}", where=str(path), fix="put it back from a copy"
+        ) from error
     except ValueError as error:
         raise broken("has no valid header") from error
     header.pop("__metadata__", None)

@@ -187,4 +187,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as fault:
-        raise ConfigError(f"the file cannot be written: {fault.strerror}", where=str(path)) from None
+        raise ConfigError(f"the file cannot be written: {fault.strerror}", where=str(path), fix="name another file") from None

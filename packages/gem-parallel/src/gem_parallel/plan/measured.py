@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from rich.table import Table
 
 from gem_core.config import Config, FrozenConfig, config_from_dict, load_config, resolve
@@ -62,19 +62,20 @@ def load_measurements(path: Path) -> list[Measurement]:
 
     :raises ConfigError: no such file, no JSON list, or a row with a wrong key or value.
     """
+    fix = 'write [{"world": 4, "step_s": 0.12, "parallel": {...}}], or name the JSON file of gemrec bench train'
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:
-        raise ConfigError(f"the measurements cannot be read: {fault.strerror}", where=str(path)) from None
-    except json.JSONDecodeError as fault:
-        raise ConfigError(f"not valid JSON: {fault.msg}", where=f"{path}:{fault.lineno}") from None
+        raise ConfigError(f"the measurements cannot be read: {fault.strerror}", where=str(path), fix=fix) from None
+    except ValueError as fault:
+        raise ConfigError(f"the measurements are not valid JSON: {fault}", where=str(path), fix=fix) from None
     if isinstance(rows, dict) and "ladder" in rows:
-        rows = [_of_ladder(row) for row in rows["rows"] if "error" not in row]
-    rows = TypeAdapter(list[dict[str, Any]]).validate_python(rows) if isinstance(rows, list) else None
-    if not rows:
-        raise ConfigError(
-            "measurements are a JSON list of objects", where=str(path), fix='[{"world": 4, "step_s": 0.12, "parallel": {...}}]'
-        )
+        try:
+            rows = [_of_ladder(row) for row in rows["rows"] if "error" not in row]
+        except (KeyError, TypeError):
+            rows = None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError("measurements are a JSON list of objects", where=str(path), fix=fix)
     return [validate(Measurement, row, (str(i),), Origin(str(path))) for i, row in enumerate(rows)]
 
 
@@ -100,7 +101,8 @@ def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
         rows = {str(row["part"]): (row["forward_ms"] * 1e-3, row["total_ms"] * 1e-3, row["tflops"] * 1e12) for row in result["parts"]}
         device = str(result["device"])
     except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise ConfigError(f"no result of `gemrec bench local`: {fault!r}", where=str(path), fix="pass its local-PRESET.json") from None
+        what = fault.strerror if isinstance(fault, OSError) else "not its JSON"
+        raise ConfigError(f"no result of `gemrec bench local`: {what}", where=str(path), fix="pass its local-PRESET.json") from None
     if cluster.gpu.name not in device.replace("-", " ").split():
         raise ConfigError(
             f"the parts were measured on {device!r}, and the cluster file describes {cluster.gpu.name!r}",

@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import gem_core
+from gem_core.config import config_from_dict
 from gem_core.config.features import Dense, EventField, Features, Label, Sequence, Sparse, Table, Vector
-from gem_core.errors import ConfigError, DataError
+from gem_core.errors import ConfigError, DataError, RunError
 from gem_core.sources.hashing import hash_bytes, hash_integers, salt_of
 from gem_core.testing.sources import assert_same_batch, ids_of, source_checks
 from gem_data import ParquetSource
@@ -425,6 +427,29 @@ def test_events_out_of_order(tmp_path, order, want):
     group = next(iter(ParquetSource(path, features, batch_size=2))).sequences["s"]
     assert group.fields["h"].tolist() == want
     assert group.timestamps.tolist() == ([3, 5, 5, 0] if order == "sort" else [5, 3, 5, 0])
+
+
+def test_a_run_of_which_every_row_was_refused_has_failed(tmp_path):
+    pq.write_table(
+        pa.table({"price": pa.array([None] * 8, pa.float64()), "x": list(range(8)), "click": [0, 1] * 4}), tmp_path / "a.parquet"
+    )
+    files = {"root": str(tmp_path), "train": "a.parquet", "eval": "a.parquet", "quarantine": str(tmp_path / "refused")}
+    config = config_from_dict(
+        {
+            "run": {"device": "cpu"},
+            "data": {"source": "parquet", "batch_size": 4, "parquet": files},
+            "features": {
+                "dense": {"price": {"policy": "quarantine"}},
+                "sparse": {"x": {"rows": 8}},
+                "labels": {"ctr": {"column": "click"}},
+            },
+            "model": {"name": "dlrm"},
+            "train": {"tensorboard": False},
+        }
+    )
+    with pytest.raises(RunError, match="2 steps held no sample"):
+        gem_core.train(config, run_dir=tmp_path / "run", quiet=True)
+    assert sum(pq.read_metadata(path).num_rows for path in (tmp_path / "refused").glob("*.parquet")) == 8
 
 
 def test_quarantine_keeps_refused_rows_with_the_reason(tmp_path):

@@ -143,6 +143,8 @@ def test_overrides_by_pattern():
     assert found["narrow"][0] == "fp8-block"
     with pytest.raises(ConfigError, match="matches no linear"):
         gem_precision.apply(Tower(), "mxfp8", config=RecipeConfig(overrides={"layer.*": "bf16"}))
+    with pytest.raises(ConfigError, match="'head' matches no module"):
+        gem_precision.apply(Tower(), "mxfp8", config=RecipeConfig(keep=("layers.0.*", "head")))
     with pytest.raises(ConfigError, match="mxfp9"):
         gem_precision.apply(Tower(), "mxfp8", config=RecipeConfig(overrides={"layers.*": "mxfp9"}))
     with pytest.raises(ConfigError, match="mxfp9"):

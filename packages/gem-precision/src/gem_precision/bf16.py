@@ -32,14 +32,22 @@ def apply_bf16(module: nn.Module, config: Bf16Config, context: RecipeContext) ->
 
     Parameters, gradients, optimizer and embedding tables stay fp32.
 
-    :raises ConfigError: a parameter that is not fp32: there would be no master copy of it.
+    :raises ConfigError: a parameter that is not fp32: there would be no master copy of it; a pattern of ``keep`` that matches nothing.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ConfigError(
                 f"the recipe bf16 keeps fp32 master weights, but {name} is {parameter.dtype}", fix="build the model in fp32: module.float()"
             )
-    kept = [name for name, _ in module.named_modules() if any(fnmatchcase(name, pattern) for pattern in config.keep)]
+    names = [name for name, _ in module.named_modules()]
+    for pattern in sorted(set(config.keep) - {"heads", "heads.*"}):  # recipes keep these unless told otherwise; a model may lack them
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"the pattern {pattern!r} matches no module of the model",
+                where="precision.<recipe>.keep",
+                fix="`gemrec precision explain` lists the modules",
+            )
+    kept = [name for name in names if any(fnmatchcase(name, pattern) for pattern in config.keep)]
     outermost = [name for name in kept if not any(_inside(name, other) for other in kept if other != name)]
     sites = []
     tables = getattr(module, "tables", None)

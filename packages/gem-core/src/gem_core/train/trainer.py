@@ -458,6 +458,9 @@ class Trainer:
         self._say(f"resumed at step {checkpoint.step} from {checkpoint.path}")
 
     def _finish(self, status: str) -> RunResult:
+        if status == "finished" and self.info.step and not self.info.samples:
+            fix = "look at what the source refused: `gemrec data validate` lists it"
+            raise RunError(f"{self.info.step} steps held no sample: nothing was learned", where=str(self.folder.path), fix=fix)
         if status == "interrupted":
             self._say(f"stopping after step {self.info.step}{f' ({self.stop.requested})' if self.stop.requested else ''}")
             self._checkpoint()

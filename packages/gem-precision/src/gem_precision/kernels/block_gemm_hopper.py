@@ -31,26 +31,29 @@ def _barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _place(task, tiles_m, tiles_n, blocks, per_part, ROWS: gl.constexpr):
+def _place(task, tiles_m, tiles_n, blocks, per_part, PARTS: gl.constexpr):
     """(part, first row, first column, first and last block of K) of a task; neighbours share a part and the rows of A."""
-    tiles = tiles_m * tiles_n
-    part = task // tiles
-    tile = task % tiles
-    begin = part * per_part
-    return part, tile // tiles_n * ROWS, tile % tiles_n * TILE, begin, gl.minimum(begin + per_part, blocks)
+    if PARTS:
+        tiles = tiles_m * tiles_n
+        part = task // tiles
+        tile = task % tiles
+        begin = part * per_part
+        return part, tile // tiles_n * (2 * TILE), tile % tiles_n * TILE, begin, gl.minimum(begin + per_part, blocks)
+    else:
+        return 0, task // tiles_n * (2 * TILE), task % tiles_n * TILE, 0, blocks
 
 
 @gluon.jit
 def _producer(
-    a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, ROWS: gl.constexpr, STAGES: gl.constexpr
+    a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, PARTS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     step = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        _, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part, ROWS)
+        _, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part, PARTS)
         for block in range(begin, end):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (ROWS + TILE) * TILE)
+            mbarrier.expect(full.index(stage), 3 * TILE * TILE)
             tma.async_copy_global_to_shared(a, [m, block * TILE], full.index(stage), a_slots.index(stage))
             tma.async_copy_global_to_shared(b, [n, block * TILE], full.index(stage), b_slots.index(stage))
             step += 1
@@ -68,6 +71,25 @@ def _half(a_slot, b_slot, LAYOUT: gl.constexpr):
     zeros = gl.full([64, TILE], 0.0, gl.float32, LAYOUT)
     made = warpgroup_mma(a_slot, b_slot.permute((1, 0)), zeros, use_acc=False, max_num_imprecise_acc=128, is_async=True)
     return warpgroup_mma_wait(0, deps=(made,))
+
+
+@gluon.jit
+def _ahead(
+    a_scales, b_scales, bias, M, N, task, tasks, tiles_m, tiles_n, blocks, per_part, WHO: gl.constexpr, PARTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(scale of the square, of the upper and the lower half's rows, bias) that a task begins with; past the end, some task's."""
+    _, m, n, begin, _ = _place(gl.minimum(task, tasks - 1), tiles_m, tiles_n, blocks, per_part, PARTS)
+    rows = m + WHO * TILE + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    scale = gl.load(b_scales + (n // TILE * blocks + begin))
+    upper = gl.load(a_scales + (begin * M + gl.minimum(rows, M - 1)))
+    lower = gl.load(a_scales + (begin * M + gl.minimum(rows + 64, M - 1)))
+    if bias is None:
+        shift = upper
+    else:
+        columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
+        shift = gl.load(bias + columns, columns < N, 0.0)
+    return scale, upper, lower, shift
 
 
 @gluon.jit
@@ -103,20 +125,20 @@ def _consumer(
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     step = 0
+    scale, upper_ahead, lower_ahead, shift = _ahead(
+        a_scales, b_scales, bias, M, N, gl.program_id(0), tasks, tiles_m, tiles_n, blocks, per_part, WHO, PARTS, layout
+    )
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        part, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part, 2 * TILE)
+        part, m, n, begin, end = _place(task, tiles_m, tiles_n, blocks, per_part, PARTS)
         own = m + WHO * TILE + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         # rows that are not there have the last one's scale, and are not stored
         upper, lower = gl.minimum(own, M - 1), gl.minimum(own + 64, M - 1)
         square = b_scales + n // TILE * blocks
         first = gl.full([64, TILE], 0.0, gl.float32, layout)
         if bias is not None:
-            columns = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-            first += gl.load(bias + columns, columns < N, 0.0).to(gl.float32)[None, :]
+            first += shift.to(gl.float32)[None, :]
         second = first
-        scale = gl.load(square + begin)
-        upper_scale = gl.load(a_scales + (begin * M + upper)) * scale
-        lower_scale = gl.load(a_scales + (begin * M + lower)) * scale
+        upper_scale, lower_scale = upper_ahead * scale, lower_ahead * scale
         for block in range(begin, end):
             stage = step % STAGES
             # asked for a whole block ahead; the last block asks for its own again
@@ -138,6 +160,11 @@ def _consumer(
             second += made * lower_scale[:, None]
             upper_scale, lower_scale = upper_ahead * scale, lower_ahead * scale
             step += 1
+        # before the result leaves, which takes as long as these do to come
+        following = task + gl.num_programs(0)
+        scale, upper_ahead, lower_ahead, shift = _ahead(
+            a_scales, b_scales, bias, M, N, following, tasks, tiles_m, tiles_n, blocks, per_part, WHO, PARTS, layout
+        )
         if PARTS:
             _leave_part(out, first, part, own, n, M, N)
             _leave_part(out, second, part, own + 64, n, M, N)
@@ -186,7 +213,7 @@ def block_gemm_kernel(
                     empty, ready, 1, PARTS, STAGES,
                 ),
             ),
-            (_producer, (a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, 2 * TILE, STAGES)),
+            (_producer, (a, b, tasks, tiles_m, tiles_n, blocks, per_part, a_slots, b_slots, full, empty, PARTS, STAGES)),
         ],
         [4, 1],
         [240, 24],

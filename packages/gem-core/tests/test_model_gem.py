@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from torch._dynamo.testing import CompileCounter
 
 from gem_core.batch import Batch
 from gem_core.config.features import Features
@@ -221,6 +222,20 @@ def test_compiles_without_graph_breaks():
     assert torch.allclose(compiled(batch).logits, model(batch).logits, atol=1e-5)
     other = random_batch(sample_features(), 4, lengths=[2, 6, 0, 1], seed=4)
     assert torch.allclose(compiled(other).logits, model(other).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [{}, {"candidate": True, "cls": 2, "rotary": "position", "pooling": {"candidate_queries": 1}}])
+def test_layers_alike_share_what_is_compiled(more):
+    """The first one does not differ in making what the others find, either."""
+    torch._dynamo.reset()
+    options = with_tower(**more)
+    model = gem(layers=3, feature_tokens=11, interaction={"tokens": 11}, **options)
+    counter = CompileCounter()
+    for layer in model.layers:
+        layer.compile(backend=counter, dynamic=True)
+    for size in (5, 11):
+        model(random_batch(sample_features(), size)).logits.sum().backward()
+    assert counter.frame_count == 1
 
 
 def test_compiled_training_with_sparse_gradients():

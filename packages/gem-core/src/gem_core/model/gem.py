@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,12 @@ class GemLayer(nn.Module):
             own, summary = self.gates[0](own), self.gates[1](summary)
         return self.interaction(torch.cat([own, summary.to(own.dtype)], 1)), following
 
+    def layouts(self, name: str) -> set[int]:
+        """What `Rows.uniform` of a history is asked for here."""
+        block, pool = dict(self.blocks.items()).get(name), dict(self.pools.items()).get(name)
+        pffn, attention = getattr(block, "pffn", None), getattr(pool, "attention", None)
+        return {n for n in (getattr(pffn, "keys", 0), getattr(attention, "count", 0)) if n}
+
     def _next(self, name: str, h: History, x: Tensor) -> History:
         s = self.blocks[name](h.s, x, h.rows, h.rotary) if name in self.blocks else h.s
         pooled = h.pooled
@@ -96,12 +103,17 @@ class Gem(RankingModel):
         )
         counts = [n] + [config.interaction.tokens] * (config.layers - 1)
         self.layers = nn.ModuleList(GemLayer(config, self.towers, tokens, i) for i, tokens in enumerate(counts))
+        layers: Any = self.layers
+        self._layouts = {name: sorted(set().union(*(layer.layouts(name) for layer in layers))) for name in self.towers}
         self.heads = Heads(config.interaction.tokens, config.dim, self.task_names, config.head, dropout=config.dropout)
         self.next_event = nn.ModuleDict({name: NextEvent(c.dim) for name, c in self.towers.items() if c.next_event})
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:
         x = self.features(batch, embedded)
         histories = {name: entry(batch, embedded, x) for name, entry in self.entries.items()}
+        for name, history in histories.items():
+            turned = history.rotary is not None and history.rotary.rows is None
+            history.rows.prepare(self._layouts[name], position=turned)
         aux: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
             x, histories = layer(x, histories)

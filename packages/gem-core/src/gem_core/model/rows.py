@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,12 @@ class Rows:
         """Offsets ``[B+1]`` of a layout with ``rows`` rows in every sample."""
         device, dtype = self.offsets.device, self.offsets.dtype
         return self._keep(f"uniform {rows}", lambda: torch.arange(self.batch_size + 1, device=device, dtype=dtype) * rows)
+
+    def prepare(self, uniform: Iterable[int], *, position: bool = False) -> None:
+        """Make what attention asks for now: the first of several layers alike would be compiled apart from the others for making it."""
+        for rows in uniform:
+            self.uniform(rows)
+        _ = self.num_targets, self.context_len, self.position if position else None
 
     def extended(self, cls: int, candidate: bool) -> Rows:
         """The layout after ``cls`` rows are put before, and the candidate after, the rows of each sample (ages are not carried over)."""

@@ -239,6 +239,8 @@ def test_the_script_names_the_line(trained: Path, serve, monkeypatch: pytest.Mon
         ([], [], "usage: "),
         ([trained / "nowhere"], [], "no folder of gemrec export: .*manifest.json"),
         ([trained / "package"], [good, "", "{"], "line 3 is no JSON"),
+        ([trained / "package"], [good, "[1]"], "line 2 is no JSON object"),
+        ([trained / "package"], [good, json.dumps({**rows()[1], "seen_item": 3})], "line 2: seen_item: 3 is no list"),
         ([trained / "package"], [good, json.dumps({**rows()[1], "picture": [1.0]})], "line 2: picture: no list of 3 numbers"),
     ):
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, arguments)])

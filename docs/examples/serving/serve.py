@@ -64,7 +64,7 @@ class Package:
         if not rows:
             return torch.empty(0, len(self.manifest["outputs"]))
         columns = [next(f["column"] or n for n, f in s["fields"].items() if f["gap"] is None) for s in self.features["sequences"].values()]
-        order = sorted(range(len(rows)), key=lambda i: sum(len(rows[i].get(c) or ()) for c in columns))
+        order = sorted(range(len(rows)), key=lambda i: sum(len(_list(rows[i], c)) for c in columns))
         parts = [self.program(self.tensors([rows[i] for i in order[at : at + BATCH]])).cpu() for at in range(0, len(rows), BATCH)]
         found = torch.cat(parts)
         return torch.empty_like(found).index_copy_(0, torch.tensor(order), found)
@@ -116,7 +116,7 @@ class Package:
         """The events of a history that training would keep, oldest first, each with its columns and time gaps."""
         fields = spec["fields"]
         columns = [f["column"] or n for n, f in fields.items() if f["gap"] is None] + ([spec["timestamps"]] if spec["timestamps"] else [])
-        lists = [row.get(c) or [] for c in columns]
+        lists = [_list(row, c) for c in columns]
         if len({len(values) for values in lists}) > 1:
             raise Refused(f"the lists of one history have different lengths: {dict(zip(columns, map(len, lists)))}")
         events = [dict(zip(columns, values)) for values in zip(*lists)][spec["drop_first"] :]
@@ -269,6 +269,14 @@ def hash64(value: int | str | bytes, salt: int) -> int:
     return h
 
 
+def _list(row: Row, column: str) -> list[Any]:
+    """Values of a history, empty where there is none."""
+    values = row.get(column) or []
+    if not isinstance(values, list):
+        raise Refused(f"{column}: {values!r} is no list")
+    return values
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python serve.py PACKAGE < rows.jsonl > scores.jsonl")
@@ -280,9 +288,12 @@ def main() -> None:
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():
             try:
-                rows.append((number, json.loads(line)))
+                row = json.loads(line)
             except ValueError as error:
                 sys.exit(f"line {number} is no JSON: {error}")
+            if not isinstance(row, dict):
+                sys.exit(f"line {number} is no JSON object")
+            rows.append((number, row))
     try:
         asked = [row for _, row in rows]
         found = package.predict(asked) if package.items is None else [{"items": items} for items in package.retrieve(asked)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import time
@@ -136,3 +137,43 @@ def test_many_processes_measure_once(tmp_path: Path) -> None:
         results = pool.starmap(_measure_slowly, [(str(tmp_path), time.time() + 0.5)] * 4)
     assert [found for _, found in results] == [{"BLOCK": 128}] * 4
     assert sum(runs > 0 for runs, _ in results) == 1
+
+
+KERNELS = """
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+BIG = tl.constexpr(7)
+
+def helper(x):
+    return x * BIG
+
+helper = JITFunction(helper)
+
+def first(at):
+    tl.store(at, helper(tl.load(at)))
+
+def second(at):
+    tl.store(at, helper(2.0))
+
+first, second = JITFunction(first), JITFunction(second)
+"""
+
+
+def test_hashes_do_not_depend_on_what_was_hashed_before(tmp_path: Path) -> None:
+    """Kernels that share a function with a constant, in either order: what one process compiled, another finds."""
+    pytest.importorskip("triton")
+    from gem_kernels.triton.common.launch import settle
+
+    file = tmp_path / "kernels.py"
+    file.write_text(KERNELS)
+    found = []
+    for order in (("first", "second"), ("second", "first")):
+        made = importlib.util.spec_from_file_location("kernels", file)
+        module = importlib.util.module_from_spec(made)
+        made.loader.exec_module(module)
+        for name in order:
+            settle(getattr(module, name))
+        found.append((module.first.cache_key, module.second.cache_key))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

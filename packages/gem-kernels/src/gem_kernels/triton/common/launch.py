@@ -38,6 +38,7 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("gem_triton_recorder", defa
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
     """``kernel[grid](*args, **meta)`` on ``device``; an empty grid launches nothing."""
     recorder = _recorder.get()
+    settle(kernel)
     if recorder is not None:
         recorder.compile(kernel, args, meta)
     elif 0 in grid:
@@ -47,6 +48,15 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
             kernel[grid](*args, **meta)
     else:
         kernel[grid](*args, **meta)
+
+
+def settle(function: Any) -> None:
+    """Give ``function`` and all that it calls their hashes, callees first. Triton 3.6 lets a callee's constants enter the hash only if the
+    callee has been hashed by then, so that what another process compiled, after other kernels, was not found in the cache."""
+    if getattr(function, "hash", "") is None:
+        for name in function.fn.__code__.co_names:
+            settle(function.__globals__.get(name))
+        _ = function.cache_key
 
 
 @contextlib.contextmanager

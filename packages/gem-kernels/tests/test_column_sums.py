@@ -34,6 +34,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(column_sums, "ROWS_EACH", 0)
+    monkeypatch.setattr(column_sums, "BESIDE_SPLIT", True)
     with nullcontext() if DEVICE == "cuda" else on_cpu():
         yield
 
@@ -80,7 +81,8 @@ def test_few_queries(op: str, shared: bool) -> None:
     with dispatch.offering(spec):
         more = {"broadcast_q": shared, "max_q_len": 7, "max_k_len": 70, "backend": scheme}
         grads = _gradients(op, kv.requires_grad_().unbind(1), [q], offsets, **more)
-    _agrees(grads, 1e-6 if dtype == torch.float32 else 1e-3)
+    # sums of what is rounded afterwards
+    _agrees(grads, 1e-6 if dtype == torch.float32 else 2**-9)
 
 
 LENGTHS = (0, 1, 64, 65, 130, 700, 128, 0, 333)
@@ -98,7 +100,7 @@ def test_hopper_self_attention(op: str, d: int, mask: dict[str, Any], monkeypatc
     offsets = {"q": _offsets(LENGTHS), "k": _offsets(LENGTHS)}
     more = {"max_q_len": 700, "max_k_len": 700, "backend": "hopper-only", **mask}
     grads = [_gradients(op, qkv.unbind(1), [], offsets, **more) for _ in range(2)]
-    _agrees(grads[0], 1e-3)
+    _agrees(grads[0], 1e-5)
     assert torch.equal(siblings.sums_of(grads[0][0]), siblings.sums_of(grads[1][0]))
 
 
@@ -116,7 +118,7 @@ def test_hopper_few_keys(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"max_q_len": 700, "max_k_len": 128, "activation": "fast_gelu", "backend": backend}
     out = getattr(ops, op)(q, *(parts := kv.unbind(1)), *offsets.values(), **more)
     grads = torch.autograd.grad(out, (q, *parts), _draw(*out.shape, seed=9, dtype=BF16))
-    _agrees(grads[1:], 1e-3)
+    _agrees(grads[1:], 1e-5)
 
 
 @on_hopper

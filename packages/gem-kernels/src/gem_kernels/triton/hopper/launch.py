@@ -277,7 +277,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     p = x.plan
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
-    (dq, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms)
+    (dq, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, offered=column_sums.BESIDE_SPLIT)
     if p.broadcast:
         dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None

@@ -11,6 +11,7 @@ from gem_core.cli import main
 
 CASES = {
     "missing file": (None, r"the configuration file does not exist\n  where: my\.toml\n  fix:   check the path"),
+    "empty file": ("# left behind\n", r"the configuration file holds no section\n  where: my\.toml\n  fix:   write the file anew"),
     "unknown key": (
         "[train]\nstep = 3\n",
         r"unknown key train\.step\n  where: train\.step \(my\.toml:2\)\n  fix:   did you mean train\.steps\?",

@@ -49,7 +49,7 @@ def test_every_row_is_a_mesh_of_its_processes(devices, cuda, monkeypatch):
 
 def test_eight_processes_on_the_cpu(tmp_path):
     config = tmp_path / "c.toml"
-    config.write_text("")
+    config.write_text("[run]\n")
     said = []
     done = climb(
         str(config), "scaling", preset="tiny", overrides=SMALL, rows=["1", "8: fully sharded, copy engine"], batch_size=4, steps=1,
@@ -74,7 +74,7 @@ def test_eight_processes_on_the_cpu(tmp_path):
 
 def test_time_that_is_up_starts_no_row(tmp_path):
     config = tmp_path / "c.toml"
-    config.write_text("")
+    config.write_text("[run]\n")
     done = climb(str(config), "scaling", preset="tiny", overrides=SMALL, batch_size=4, budget_s=10, devices=8, say=lambda line: None)
     assert len(done) == 1 + 2 + 2 + 8
     assert all("time is up" in row["error"] for row in done)

@@ -66,6 +66,9 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
             data, origin = _parse_json(text, str(path)), Origin(str(path))
         else:
             data, origin = _parse(text, str(path)), Origin.of_text(text, str(path))
+        if not data:  # what made it may have failed: defaults would train on a generated log
+            fix = "write the file anew; `gemrec config init` writes one to start from"
+            raise ConfigError("the configuration file holds no section", where=str(path), fix=fix)
     for key, value, label in _overrides(overrides):
         _assign(data, key, value, label)
         origin.override(key, label)

@@ -41,11 +41,11 @@ def _add_by_distance(values, distance, table, radius):
 
 
 @triton.jit
-def _add_from_edges(
+def add_from_edges(
     ds, difference, first, last, rows, index, buckets, PAIRS: tl.constexpr, REACHING: tl.constexpr, REACHING_TYPES: tl.constexpr
 ):  # fmt: skip
     """Add the tile's sum to bucket ``first`` of the warps' rows, and its sums from each of its edges on behind the buckets."""
-    edge = tl.zeros([], tl.int32)
+    edge = first * 0
     to = rows + first
     for bucket in range(first, last + 1):
         tl.inline_asm_elementwise(
@@ -56,12 +56,12 @@ def _add_from_edges(
 
 
 @triton.jit
-def _add_from_far_edges(
+def add_from_far_edges(
     ds, ti, tj, rows, time_edges, edges, PAIRS: tl.constexpr, REACHING: tl.constexpr, REACHING_TYPES: tl.constexpr
 ):  # fmt: skip
-    """`_add_from_edges` of times in 64 bits (see `bias.add_time`), from all edges."""
+    """`add_from_edges` of times in 64 bits (see `bias.add_time`), from all edges."""
     to = rows
-    from_here = tl.zeros([], tl.int64)
+    from_here = (edges * 0).to(tl.int64)
     for edge in range(0, edges + 1):
         reaches = tl.where((tj <= ti - from_here) | (tj >= ti + from_here), 1, 0)
         tl.inline_asm_elementwise(REACHING, REACHING_TYPES, [ds, reaches, 1, to.to(tl.int64)], dtype=tl.int8, is_pure=False, pack=PAIRS)
@@ -208,14 +208,14 @@ def attention_bwd_bias_kernel(
                     first, last = bucket_range(tq_low, tq_high, tk_low, tk_high, time_index, edges, TIME_STEPS)
                     difference = tl.abs(tq[:, None] - tk[None, :])
                     if LANES:
-                        _add_from_edges(ds, difference, first, last, warp_bucket, time_index, edges + 1, PAIRS, REACHING, REACHING_TYPES)
+                        add_from_edges(ds, difference, first, last, warp_bucket, time_index, edges + 1, PAIRS, REACHING, REACHING_TYPES)
                     else:
                         _add_by_bucket(ds, difference, first, last, by_bucket, time_index)
                 else:
                     ti = tl.load(q_times + q_row + i, i < lq, 0).to(tl.int64)[:, None]
                     tj = tl.load(k_times + k_row + j, j < h, 0).to(tl.int64)[None, :]
                     if LANES:
-                        _add_from_far_edges(ds, ti, tj, warp_bucket, time_edges, edges, PAIRS, REACHING, REACHING_TYPES)
+                        add_from_far_edges(ds, ti, tj, warp_bucket, time_edges, edges, PAIRS, REACHING, REACHING_TYPES)
                     else:
                         _add_by_bucket(ds, tl.abs(ti - tj), 0, edges, by_bucket, time_edges)
             if not LANES:

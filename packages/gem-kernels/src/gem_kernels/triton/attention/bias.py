@@ -142,6 +142,35 @@ def add_position(s, p, j, nearest, farthest, table, radius, LOADS: tl.constexpr)
 
 
 @triton.jit
+def add_buckets(s, tq, tk, first, last, table, index, count, LOADS: tl.constexpr):
+    """``s + table[bucket(|tq - tk|)]`` of relative times that are not cut off, where all buckets lie in first .. last."""
+    if first == last:
+        s += tl.load(table + first)
+    elif (last - first <= _FEW) | (tl.load(index + count + CELLS) != 0):
+        s += tl.load(table + first)
+        difference = tl.abs(tq - tk)
+        for edge in range(first, last):
+            more = tl.load(table + edge + 1) - tl.load(table + edge)
+            s = tl.where(difference >= tl.load(index + edge), s + more, s)
+    else:
+        s = _plus_cell(s, tq, tk, index + count, table + count + 1, LOADS)
+    return s
+
+
+@triton.jit
+def add_far(s, i, j, lq, h, q_row, k_row, table, time_edges, q_times, k_times, count):
+    """``s + table[bucket(|ti - tj|)]`` in 64 bits. Sums of a time and an edge are few; differences would be twice as many registers."""
+    ti = tl.load(q_times + q_row + i, i < lq, 0).to(tl.int64)
+    tj = tl.load(k_times + k_row + j, j < h, 0).to(tl.int64)
+    s += tl.load(table)
+    for edge in range(0, count):
+        more = tl.load(table + edge + 1) - tl.load(table + edge)
+        from_here = tl.maximum(tl.load(time_edges + edge), 0)
+        s = tl.where((tj <= ti - from_here) | (tj >= ti + from_here), s + more, s)
+    return s
+
+
+@triton.jit
 def add_time(
     s, i, j, tq, tk, q_low, q_high, k_low, k_high, lq, h, q_row, k_row, table, index, time_edges, q_times, k_times, count,
     STEPS: tl.constexpr, LOADS: tl.constexpr,
@@ -149,26 +178,9 @@ def add_time(
     """``s + table[bucket(|tq - tk|)]``; the scalars are the ranges of the relative times tq and tk."""
     if uncut(q_low, q_high, k_low, k_high):
         first, last = bucket_range(q_low, q_high, k_low, k_high, index, count, STEPS)
-        if first == last:
-            s += tl.load(table + first)
-        else:
-            if (last - first <= _FEW) | (tl.load(index + count + CELLS) != 0):
-                s += tl.load(table + first)
-                difference = tl.abs(tq - tk)
-                for edge in range(first, last):
-                    more = tl.load(table + edge + 1) - tl.load(table + edge)
-                    s = tl.where(difference >= tl.load(index + edge), s + more, s)
-            else:
-                s = _plus_cell(s, tq, tk, index + count, table + count + 1, LOADS)
+        s = add_buckets(s, tq, tk, first, last, table, index, count, LOADS)
     else:
-        # Sums of a time and an edge are few; differences of times would be twice as many registers as pairs.
-        ti = tl.load(q_times + q_row + i, i < lq, 0).to(tl.int64)
-        tj = tl.load(k_times + k_row + j, j < h, 0).to(tl.int64)
-        s += tl.load(table)
-        for edge in range(0, count):
-            more = tl.load(table + edge + 1) - tl.load(table + edge)
-            from_here = tl.maximum(tl.load(time_edges + edge), 0)
-            s = tl.where((tj <= ti - from_here) | (tj >= ti + from_here), s + more, s)
+        s = add_far(s, i, j, lq, h, q_row, k_row, table, time_edges, q_times, k_times, count)
     return s
 
 

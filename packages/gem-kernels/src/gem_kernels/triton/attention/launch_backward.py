@@ -239,9 +239,7 @@ class _Backward:
     def _bias(self, dq: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Gradients of the bias tables; of q on the way, into ``dq``, if given."""
         x, p = self.x, self.x.plan
-        span = 2 * x.radius + 1
-        times = 0 if x.bias_time is None else x.bias_time.shape[1]
-        width = span + 2 * PAD + 2 * times
+        width = row_width(x.radius, 0 if x.bias_time is None else x.bias_time.shape[1])
         result: list[Tensor] = []
 
         def run(config: Config) -> None:
@@ -265,16 +263,28 @@ class _Backward:
             result[:] = [partial.sum((0, 2)) * self.dv_scale]
 
         choose_and_run(x, "attention.bias", candidates.bias, run)
-        inside, buckets, reached = result[0].split((span + 2 * PAD, times, times), 1)
-        d_position = inside[:, PAD : PAD + span].clone()
-        d_position[:, 0] += inside[:, :PAD].sum(1)
-        d_position[:, -1] += inside[:, PAD + span :].sum(1)
-        d_time = None
-        if x.bias_time is not None:
-            d_time = buckets + reached
-            d_time[:, :-1] -= reached[:, 1:]
-            d_time = d_time.to(x.bias_time.dtype)
-        return d_position.to(x.bias_position.dtype), d_time
+        return bias_gradients(x, result[0])
+
+
+def row_width(radius: int, times: int) -> int:
+    """Entries of a row of the bias's sums, see `backward_bias`."""
+    return 2 * (radius + PAD) + 1 + 2 * times
+
+
+def bias_gradients(x: Inputs, sums: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the tables from the sum of all rows, ``[H, row_width]``."""
+    span = 2 * x.radius + 1
+    times = 0 if x.bias_time is None else x.bias_time.shape[1]
+    inside, buckets, reached = sums.split((span + 2 * PAD, times, times), 1)
+    d_position = inside[:, PAD : PAD + span].clone()
+    d_position[:, 0] += inside[:, :PAD].sum(1)
+    d_position[:, -1] += inside[:, PAD + span :].sum(1)
+    d_time = None
+    if x.bias_time is not None:
+        d_time = buckets + reached
+        d_time[:, :-1] -= reached[:, 1:]
+        d_time = d_time.to(x.bias_time.dtype)
+    return d_position.to(x.bias_position.dtype), d_time
 
 
 def _like(t: Tensor) -> Tensor:

@@ -1,0 +1,173 @@
+"""From tensors to launches of the Hopper kernels with relative bias and candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.contract import YES, Problem, Supported, no
+from gem_kernels.triton.attention import column_sums, launch_backward, launch_forward, warp_sums
+from gem_kernels.triton.attention.bias_tables import PAD
+from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns
+from gem_kernels.triton.attention.plan import Plan, plan
+from gem_kernels.triton.attention.schedule import TileList
+from gem_kernels.triton.common.configs import Config
+from gem_kernels.triton.common.device import DeviceInfo
+from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.hopper.launch import _addressable, _box, _nothing
+
+_ROWS = 128
+_FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
+
+
+def supports(problem: Problem) -> Supported:
+    """What the family's own checks leave: causal or full attention with positions and times, each sample with keys of its own."""
+    p = plan(problem)
+    if not p.bias or not p.time or p.shared or p.context or p.window or p.broadcast:
+        return no("relative bias with times, and without windows, context or request sharing")
+    return YES
+
+
+def forward(problem: Problem, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+    """Output ``[rows, H, D]`` and, for softmax, lse ``[H, rows]`` (else None)."""
+    p = plan(problem)
+    x = Inputs(p, tensors)
+    if _nothing(x):
+        return launch_forward.forward(problem, tensors)
+    out = torch.empty(x.out_rows, p.heads, p.dv, dtype=x.q.dtype, device=x.device)
+    lse = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
+    x.q, x.k, x.v = (_addressable(t) for t in (x.q, x.k, x.v))
+    if p.targets:
+        x.target_k, x.target_v = x.k, x.v
+    choose_and_run(x, "hopper.bias_forward", candidates, lambda config: _forward(x, out, lse, config))
+    return out, lse
+
+
+def backward(problem: Problem, saved: tuple[Tensor | None, ...], dout: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, target_k, target_v, bias_position, bias_time, None where not needed."""
+    p = plan(problem)
+    x = Inputs(p, saved[:18])
+    if _nothing(x) or not all(needs[:3]) or not (needs[5] and needs[6]) or row_width(x) > launch_backward._WIDEST_ROW:
+        return launch_backward.backward(problem, saved, dout, needs)
+    x.q, x.k, x.v = (_addressable(t) for t in (x.q, x.k, x.v))
+    if p.targets:
+        x.target_k, x.target_v = x.k, x.v
+    out, lse = saved[18:] if p.softmax else (None, None)
+    pass_ = launch_backward._Backward(x, out, lse, _addressable(dense_columns(dout)), needs)
+    (pass_.dq, dk, dv), pass_.sums = column_sums.empty_grads(x, x.batch, (True, True, True), of_q=False, offered=False)
+    if p.targets:
+        pass_._own(dk, dv)
+    tables: list[Tensor] = []
+    choose_and_run(x, "hopper.bias_dq", dq_candidates, lambda config: tables.__setitem__(slice(None), _dq(pass_, config)))
+
+    def key_side(config: Config) -> None:
+        if config["GLUON"]:
+            _dkdv(pass_, dk, dv, config)
+        else:
+            pass_._key_side("attention.dkdv", 0, None, dk, dv)
+
+    choose_and_run(x, "hopper.bias_dkdv", dkdv_candidates, key_side)
+    return pass_.dq, dk, dv, None, None, *tables
+
+
+def row_width(x: Inputs) -> int:
+    return launch_backward.row_width(x.radius, x.bias_time.shape[1])
+
+
+def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
+    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2}, {"BLOCK_N": 32, "STAGES": 3, "HELD": 2}]
+
+
+def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
+    return [{"GLUON": 1, "STAGES": 2, "HELD": 2}, {"GLUON": 0}]
+
+
+def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:
+    from gem_kernels.triton.hopper.backward_dkdv_bias import hopper_bias_dkdv_kernel
+
+    x, p, t = pass_.x, pass_.x.plan, pass_.x.tables
+    tiles = x.k_tiles(_ROWS)
+    folded = _folded(p)
+    left, value = ((1.5, 0.5)[folded - 1], 0.5) if folded else (p.folded_gain, p.folded_gain)
+    launch(
+        hopper_bias_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(pass_.dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, pass_.lse, pass_.delta,
+        table(x, tiles), tiles.count, x.k_offsets,
+        t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, x.act_ids,
+        x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, p.scale * p.out_scale * left, p.out_scale * value, dk.stride(0),
+        *bias_strides(x),
+        HKV=p.kv_heads, TIME_STEPS=x.time_steps, STAGES=config["STAGES"], HELD=config["HELD"], **constants(p),
+    )  # fmt: skip
+
+
+def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
+    from gem_kernels.triton.hopper.backward_dq_bias import hopper_bias_dq_kernel
+
+    x, p, n, t = pass_.x, pass_.x.plan, config["BLOCK_N"], pass_.x.tables
+    tiles = x.q_tiles(_ROWS)
+    width = row_width(x)
+    programs = min(x.info.sms // p.heads, tiles.bound)
+    partial = torch.zeros(programs, p.heads, 10, width, dtype=torch.float32, device=x.device)
+    folded = _folded(p)
+    left = (1.5, 0.5)[folded - 1] if folded else p.folded_gain
+    k = x.k if p.targets else None
+    out, dout, dq = pass_.out, pass_.dout, pass_.dq
+    strides = (0, 0) if out is None else out.stride()[:2]
+    launch(
+        hopper_bias_dq_kernel, (programs * p.heads,), x.device,
+        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, pass_.lse, pass_.delta,
+        table(x, tiles), tiles.count, x.q_offsets,
+        t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, pass_.ds_own, k, partial, x.act_ids,
+        x.batch, x.out_rows, x.radius, x.edges, width, p.scale, p.scale * p.out_scale * left, p.folded_gain / left, pass_.delta_scale,
+        *strides, dq.stride(0), *bias_strides(x), x.k.stride(0), x.k.stride(1),
+        H=p.heads, TIME_STEPS=x.time_steps, PAD=PAD, **warp_sums.constants(n, width, True), **constants(p), **config,
+    )  # fmt: skip
+    return list(launch_backward.bias_gradients(x, partial.sum((0, 2)) * (p.out_scale * left)))
+
+
+def candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
+    return [{"BLOCK_N": 64, "STAGES": 3}, {"BLOCK_N": 128, "STAGES": 2}]
+
+
+def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
+    from gem_kernels.triton.hopper.forward_bias import hopper_bias_fwd_kernel
+
+    p, n, t = x.plan, config["BLOCK_N"], x.tables
+    tiles = x.q_tiles(_ROWS)
+    own = launch_forward._own_scores(x) if p.targets else None
+    v = x.v if p.targets else None
+    folded = _folded(p)
+    launch(
+        hopper_bias_fwd_kernel, (min(x.info.sms // p.heads * p.heads, tiles.bound * p.heads),), x.device,
+        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table(x, tiles), tiles.count, x.q_offsets,
+        t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, own, v, x.act_ids,
+        x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 if folded else p.folded_gain), out.stride(0),
+        *bias_strides(x), x.v.stride(0), x.v.stride(1),
+        H=p.heads, TIME_STEPS=x.time_steps, **constants(p), **config,
+    )  # fmt: skip
+
+
+def table(x: Inputs, tiles: TileList) -> Tensor:
+    """The entries of a list spelt out, see `forward_bias`."""
+    from gem_kernels.triton.hopper.forward_bias import bias_table_kernel
+
+    found = torch.empty(tiles.bound, 8, dtype=torch.int32, device=x.device)
+    launch(
+        bias_table_kernel, (tiles.bound,), x.device,
+        found, tiles.tiles, tiles.count, x.q_offsets, x.k_offsets, x.num_targets, ROWS=_ROWS, num_warps=1,
+    )  # fmt: skip
+    return found
+
+
+def _folded(p: Plan) -> int:
+    """Which of the kernels' own activations, 0 for none of them; of a biased score, so that only a half is left to the epilogue."""
+    return 0 if p.softmax or p.dtype != "bf16" or isinstance(p.activation, tuple) else _FOLDED.get(p.activation, 0)
+
+
+def constants(p: Plan) -> dict[str, Any]:
+    found = p.constants(True)
+    return {name: found[name] for name in ("GROUP", "D", "SOFTMAX", "ACT", "ACT_SET", "CAUSAL", "FAST")} | {
+        "FOLDED": _folded(p), "num_warps": 4, "maxnreg": 168,
+    }  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gem_core.model.interaction import Wukong
 from gem_core.model.layers import column_sums, product_dtype
+from gem_core.ops import expert_tokens
 
 
 def together(experts: Sequence[nn.Module], shortcut: nn.Module, x: Tensor) -> Sequence[Wukong] | None:
@@ -60,6 +61,11 @@ class _Tokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, experts: int, f: int) -> tuple[Tensor, ...]:
         b, n, d = x.shape
+        ctx.f, ctx.run = f, expert_tokens.implementation(x, weight, experts, f)
+        if ctx.run is not None:
+            ctx.save_for_backward(x, weight)
+            total, each = ctx.run.forward(x, weight, bias)
+            return (total, *each.unbind())
         projected = weight.shape[0] - (n - f)
         made = torch.bmm(weight.expand(b, -1, -1), x)
         z = made[:, :projected]
@@ -69,16 +75,19 @@ class _Tokens(torch.autograd.Function):
         torch.add(x[:, :f], bias.view(f, d), out=total[:, :f])
         torch.add(x[:, f:], made[:, projected:], out=total[:, f:])
         ctx.save_for_backward(x, weight, z)
-        ctx.f = f
         return (total, *each.unbind())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dtotal: Tensor, *dproducts: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, z), f = ctx.saved_tensors, ctx.f
+        (x, weight, *given), f = ctx.saved_tensors, ctx.f
         b, n, _ = x.shape
-        projected = z.shape[1]
         dtotal = dtotal.contiguous()
+        dbias = column_sums(dtotal.flatten(1)[:, : f * x.shape[2]])
+        if ctx.run is not None:
+            return (*ctx.run.backward(x, weight, dtotal, dproducts), dbias, None, None)
+        (z,) = given
+        projected = z.shape[1]
         dp = torch.stack([g.reshape(b, n, projected // len(dproducts)) for g in dproducts], 2).view(b, n, projected)
         down = x.new_empty(b, *weight.shape[:1], x.shape[2])
         torch.bmm(dp.transpose(1, 2), x, out=down[:, :projected])
@@ -86,7 +95,7 @@ class _Tokens(torch.autograd.Function):
         dx = torch.baddbmm(dtotal, dp, z)
         dx.baddbmm_(weight.t().expand(b, -1, -1), down)
         dweight = column_sums(torch.bmm(down, x.transpose(1, 2)).flatten(1)).view(weight.shape)
-        return dx, dweight, column_sums(dtotal.flatten(1)[:, : f * x.shape[2]]), None, None
+        return dx, dweight, dbias, None, None
 
 
 class _Mlps(torch.autograd.Function):

@@ -7,7 +7,8 @@ The query heads of a group follow one another, so dK and dV are written once, wi
 (64 rows each: the rows of a slice of a larger slot do not lie as a box of 64 rows wants them).
 """
 
-# ruff: noqa: SIM113 - the compiler knows no enumerate
+# ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
+# the compiler knows no enumerate
 
 from __future__ import annotations
 
@@ -95,9 +96,16 @@ def _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES: gl.c
 
 
 @gluon.jit
+def _seen(m0, j, shift, left, right, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr):
+    """Which query rows from ``m0`` on see the keys ``j``, bounds of the sample apart."""
+    i = m0 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    return near(j[:, None], i[None, :] + shift, left, right, CAUSAL, WINDOW)
+
+
+@gluon.jit
 def _add_tile(
     s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
-    step, x, own, j, j1, lq, shift, left, right, scale, act_id,
+    step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id,
     SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
@@ -113,6 +121,17 @@ def _add_tile(
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     else:
         s = warpgroup_mma_wait(1, deps=(s,))
+    free = True
+    if CAUSAL or WINDOW:
+        p_min = m0 + shift
+        p_max = gl.minimum(m0 + 64, lq) - 1 + shift
+        free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
+        if CAUSAL:
+            free = free & (j1 - 1 <= p_min)
+        if FOLDED:
+            # Both of these activations and their slopes are 0 there: x is far below 0, where the hardware tanh is -1.
+            if free == 0:
+                s = gl.where(_seen(m0, j, shift, left, right, CAUSAL, WINDOW, s_layout), s, unseen)
     if SOFTMAX:
         lse_i = lse_slots.index(stage).load(column_layout)
         p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
@@ -122,15 +141,9 @@ def _add_tile(
             p, slope = folded_value_and_slope(s, scale, FOLDED)
         else:
             p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
-    if CAUSAL or WINDOW:
-        p_min = m0 + shift
-        p_max = gl.minimum(m0 + 64, lq) - 1 + shift
-        free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
-        if CAUSAL:
-            free = free & (j1 - 1 <= p_min)
+    if (CAUSAL or WINDOW) and not FOLDED:
         if free == 0:
-            i = m0 + gl.arange(0, 64, layout=column_layout)
-            seen = near(j[:, None], i[None, :] + shift, left, right, CAUSAL, WINDOW)
+            seen = _seen(m0, j, shift, left, right, CAUSAL, WINDOW, s_layout)
             p = gl.where(seen, p, 0.0)
             slope = gl.where(seen, slope, 0.0)
     p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
@@ -164,6 +177,7 @@ def _consumer(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     dtype: gl.constexpr = q_slots.dtype
+    unseen = gl.where(scale == 0.0, 0.0, -1e6 / scale)
     step = 0
     tile = 0
     _row, lk, _q_row, lq, n0 = read_tile(table, item_at(0), total, HKV)
@@ -201,14 +215,14 @@ def _consumer(
                             s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
                         s, dp, dk_acc, dv_acc = _add_tile(
                             s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
-                            step, x, own, j, j1, lq, shift, left, right, scale, act_id,
+                            step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id,
                             SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, AHEAD, AHEAD,
                         )  # fmt: skip
                         step += 1
                     if AHEAD:
                         _s, _dp, dk_acc, dv_acc = _add_tile(
                             s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
-                            step, end - 1, own, j, j1, lq, shift, left, right, scale, act_id,
+                            step, end - 1, own, j, j1, lq, shift, left, right, scale, unseen, act_id,
                             SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, True, False,
                         )  # fmt: skip
                         step += 1

@@ -165,6 +165,16 @@ def _add_tile(
 
 
 @gluon.jit
+def _row_sums(o_rows, do_tile, lse_i, delta, i, lq, delta_scale, wide: gl.constexpr):
+    """lse in powers of two, and delta, which is stored."""
+    sums = gl.sum(o_rows.to(gl.float32) * do_tile.load(wide).to(gl.float32), 1)
+    delta_i = gl.convert_layout(sums, i.type.layout) * delta_scale
+    gl.store(delta + i, delta_i, i < lq)
+    # A row that sees no key must give P = 2^(S - inf) = 0.
+    return gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), delta_i
+
+
+@gluon.jit
 def _consumer(
     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, q_full, done, k_full, k_empty, v_full, v_empty,
     act_ids, dq_sums, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
@@ -198,22 +208,19 @@ def _consumer(
             act_id = 0
             if act_ids is not None:
                 act_id = gl.load(act_ids + head)
+            lse_i = 0.0
+            delta_i = 0.0
+            o_rows = 0.0
             if SOFTMAX:
                 r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
                 c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
                 at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
                 o_rows = gl.load(at, (r < lq)[:, None], 0.0)
                 lse_i = gl.load(lse + head.to(gl.int64) * rows + row + i, i < lq, float("-inf"))
-                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-                sums = gl.sum(o_rows.to(gl.float32) * do_tile.load(wide).to(gl.float32), 1)
-                delta_i = gl.convert_layout(sums, row_layout) * delta_scale
-                gl.store(delta + head.to(gl.int64) * rows + row + i, delta_i, i < lq)
-                # A row that sees no key must give P = 2^(S - inf) = 0.
-                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-            else:
-                lse_i = 0.0
-                delta_i = 0.0
-                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+            mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+            at_row = head.to(gl.int64) * rows + row
+            if SOFTMAX and AHEAD < 2:
+                lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
             q_held = q_tile
             do_held = do_tile
             if REGS:
@@ -230,20 +237,27 @@ def _consumer(
                     s = _score(q_held, k_slots, k_full, step, 0, s, STAGES)
                 if AHEAD == 2:
                     dp = _score(do_held, v_slots, v_full, step, 1, dp, STAGES)
+                lse_x = lse_i
+                delta_x = delta_i
+                if SOFTMAX and AHEAD == 2:
+                    lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
                 for x in range(begin, end - 1 if AHEAD else end):
                     s, dp, acc = _add_tile(
                         s, dp, acc, q_held, do_held, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                        step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id,
+                        step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id,
                         SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
                     )  # fmt: skip
                     step += 1
                 if AHEAD:
                     _s, _dp, acc = _add_tile(
                         s, dp, acc, q_held, do_held, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                        step, end - 1, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id,
+                        step, end - 1, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id,
                         SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
                     )  # fmt: skip
                     step += 1
+            else:
+                if SOFTMAX and AHEAD == 2:
+                    _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
             if CAUSAL or WINDOW:
                 step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
             q_tile.store((acc * ds_scale).to(dtype))

@@ -4,10 +4,10 @@
 
 Five products a tile of 64 rows. Each warpgroup sends its share of dQ to memory by TMA: the first 64 keys that a row sees write it (with
 ADDS, add it to what is there), all others add theirs, in the order of the keys, each time rounded to the dtype: for few keys and for
-windows; or with EXACT in fp32. Of one key tile the second warpgroup adds once the first one's share has arrived, and falls half a tile
-behind, so that the products of one run while the other is at its elementwise work; before the next key tile's first share the second one's
-last has arrived. dK and dV leave through the slots of K and V, of which the next key tile has others (not with EXACT, whose shares of dQ
-take their place). For softmax delta = rowsum(O ∘ dO) is in memory beforehand.
+windows. Of one key tile the second warpgroup adds once the first one's share has arrived, and falls half a tile behind, so that the
+products of one run while the other is at its elementwise work; before the next key tile's first share the second one's last has arrived.
+dK and dV leave through the slots of K and V, of which the next key tile has others. For softmax delta = rowsum(O ∘ dO) is in memory
+beforehand.
 
 Barriers that nobody waits for in some steps have four slots: a warpgroup is at most two steps, and two key tiles, ahead of the other.
 """
@@ -46,7 +46,6 @@ from gem_kernels.triton.hopper.common import (
 def _producer(
     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
@@ -57,8 +56,8 @@ def _producer(
         for part in range(key_parts(lk)):
             n0 = part * 128
             first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW, True)
-            slot = tile % HELD
-            mbarrier.wait(k_empty.index(slot), (tile // HELD & 1) ^ 1)
+            slot = tile % 2
+            mbarrier.wait(k_empty.index(slot), (tile // 2 & 1) ^ 1)
             mbarrier.expect(k_full.index(slot), 4 * 128 * D)
             for half in gl.static_range(2):
                 at = n0 + half * 64
@@ -76,14 +75,14 @@ def _producer(
 
 
 @gluon.jit
-def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
+def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr):
     tile = 0
     for n in range(items(total)):
         item = item_at(n)
         row, lk, _q_row, _lq, _n0 = read_tile(table, item, total, HKV)
         for part in range(key_parts(lk)):
-            slot = tile % HELD
-            mbarrier.wait(done.index(slot), tile // HELD & 1)
+            slot = tile % 2
+            mbarrier.wait(done.index(slot), tile // 2 & 1)
             for half in gl.static_range(2):
                 at = part * 128 + half * 64
                 store_box(dk, row, lk, at, item % HKV * D, k_slots.index(2 * slot + half), 64, D)
@@ -95,12 +94,11 @@ def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.const
 
 @gluon.jit
 def _consumer(
-    dq, table, total, q_slots, do_slots, k_slots, v_slots, staging, ds_slots, lse_slots, delta_slots,
-    q_full, q_empty, k_full, done, sent, turn,
+    dq, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots, q_full, q_empty, k_full, done, sent, turn,
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr,
-    WHOLE: gl.constexpr, EXACT: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -110,10 +108,9 @@ def _consumer(
     HALF: gl.constexpr = D // 2
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     share = staging.index(WHO)
-    ds_tile = ds_slots.index(WHO)
-    if not EXACT:
-        # dS waits where the right half of dQ is put, once that is multiplied.
-        ds_tile = share.slice(HALF, HALF, dim=1)
+    left_half = share.slice(0, HALF, dim=1)
+    # dS waits where the right half of dQ is put, once that is multiplied.
+    right_half = share.slice(HALF, HALF, dim=1)
     step = 0
     tile = 0
     _row, lk, q_row, lq, _n0 = read_tile(table, item_at(0), total, HKV)
@@ -128,10 +125,10 @@ def _consumer(
             n0 = part * 128
             own = n0 + WHO * 64
             first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW, True)
-            slot = tile % HELD
+            slot = tile % 2
             # The step whose share of dQ is on its way and is owed to the other warpgroup.
             owed = first * 0 - 1
-            mbarrier.wait(k_full.index(slot), tile // HELD & 1)
+            mbarrier.wait(k_full.index(slot), tile // 2 & 1)
             # Of no keys at all the first warpgroup writes the zeros.
             if WHO == 0 or own < lk:
                 k_tile = k_slots.index(2 * slot + WHO)
@@ -191,32 +188,21 @@ def _consumer(
                             owed = step
                         else:
                             tma.store_wait(0)
-                        ds_tile.store(ds)
+                        right_half.store(ds)
                         fence_async_shared()
                         ds16 = gl.convert_layout(ds, p_layout, assert_trivial=True)
-                        if WHOLE:
-                            dv_acc = warpgroup_mma_wait(0, deps=(dv_acc,))
-                            zero_dq = gl.full([64, D], 0.0, gl.float32, o_layout)
-                            part_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, zero_dq, use_acc=False, is_async=True)
-                            dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
-                            part_dq = warpgroup_mma_wait(1, deps=(part_dq,))
-                            share.store((part_dq * ds_scale).to(share.dtype))
-                            fence_async_shared()
-                            dk_acc = warpgroup_mma_wait(0, deps=(dk_acc,))
-                            mbarrier.arrive(q_empty.index(stage), count=1)
-                        else:
-                            zero_dq = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
-                            k_left = k_tile.slice(0, HALF, dim=1)
-                            k_right = k_tile.slice(HALF, HALF, dim=1)
-                            part_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_left, zero_dq, use_acc=False, is_async=True)
-                            dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
-                            dv_acc, part_dq = warpgroup_mma_wait(1, deps=(dv_acc, part_dq))
-                            share.slice(0, HALF, dim=1).store((part_dq * ds_scale).to(dtype))
-                            part_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_right, zero_dq, use_acc=False, is_async=True)
-                            dk_acc, part_dq = warpgroup_mma_wait(0, deps=(dk_acc, part_dq))
-                            mbarrier.arrive(q_empty.index(stage), count=1)
-                            ds_tile.store((part_dq * ds_scale).to(dtype))
-                            fence_async_shared()
+                        zero_dq = gl.full([64, HALF], 0.0, gl.float32, dq_layout)
+                        k_left = k_tile.slice(0, HALF, dim=1)
+                        k_right = k_tile.slice(HALF, HALF, dim=1)
+                        part_dq = warpgroup_mma(right_half.permute((1, 0)), k_left, zero_dq, use_acc=False, is_async=True)
+                        dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+                        dv_acc, part_dq = warpgroup_mma_wait(1, deps=(dv_acc, part_dq))
+                        left_half.store((part_dq * ds_scale).to(dtype))
+                        part_dq = warpgroup_mma(right_half.permute((1, 0)), k_right, zero_dq, use_acc=False, is_async=True)
+                        dk_acc, part_dq = warpgroup_mma_wait(0, deps=(dk_acc, part_dq))
+                        mbarrier.arrive(q_empty.index(stage), count=1)
+                        right_half.store((part_dq * ds_scale).to(dtype))
+                        fence_async_shared()
                         if WHO == 0:
                             mbarrier.wait(turn.index((tile + 3) % 4), (tile + 3) // 4 + 1 & 1, pred=(x == begin) & (part > 0))
                         else:
@@ -270,8 +256,8 @@ def hopper_bwd_one_kernel(
     q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, lse, delta, table, tile_count, q_offsets, k_offsets, act_ids,
     batch, rows, k_rows, left, right, scale, ds_scale, dv_scale, stride_dq, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr, WHOLE: gl.constexpr,
-    EXACT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -280,22 +266,16 @@ def hopper_bwd_one_kernel(
     total = gl.load(tile_count) * HKV
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    HELD: gl.constexpr = 1 if EXACT else 2
-    k_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
-    v_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
+    k_slots = gl.allocate_shared_memory(dtype, [4, 64, D], tile)
+    v_slots = gl.allocate_shared_memory(dtype, [4, 64, D], tile)
     q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
-    if EXACT:
-        staging = gl.allocate_shared_memory(gl.float32, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.float32))
-        ds_slots = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype))
-    else:
-        staging = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
-        ds_slots = staging
+    staging = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
-    k_full, k_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 2)
+    k_full, k_empty, done = make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 2)
     sent, turn = make_barriers(4, 1), make_barriers(4, 1)
     fence_async_shared()
     gl.warp_specialize(
@@ -303,24 +283,24 @@ def hopper_bwd_one_kernel(
             (
                 _consumer,
                 (
-                    dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, ds_slots, lse_slots, delta_slots,
+                    dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
                     q_full, q_empty, k_full, done, sent, turn, act_ids, left, right, scale, ds_scale, dv_scale,
-                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, WHOLE, EXACT, STAGES, HELD,
+                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, STAGES,
                 ),
             ),
             (
                 _consumer,
                 (
-                    dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, ds_slots, lse_slots, delta_slots,
+                    dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
                     q_full, q_empty, k_full, done, sent, turn, act_ids, left, right, scale, ds_scale, dv_scale,
-                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, WHOLE, EXACT, STAGES, HELD,
+                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, STAGES,
                 ),
             ),
             (
                 _producer,
                 (
                     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
-                    HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD,
+                    HKV, GROUP, D, CAUSAL, WINDOW, STAGES,
                 ),
             ),
             (
@@ -330,7 +310,7 @@ def hopper_bwd_one_kernel(
                     HKV, GROUP, SOFTMAX, CAUSAL, WINDOW, STAGES,
                 ),
             ),
-            (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD)),
+            (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

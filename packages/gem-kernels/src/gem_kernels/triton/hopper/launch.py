@@ -3,13 +3,12 @@
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
 tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once), AHEAD
 (products of the next tile issued before this one's are done), REGS (held tiles that are multiplied from registers), FUSED (backward in
-kernels of their own for dQ and for dK and dV, in one, or in the one that sums dQ in memory, there WHOLE or in halves, EXACT in fp32).
+kernels of their own for dQ and for dK and dV, in one, or in the one that sums dQ in memory).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
             _by_box(x)
             # In one kernel a program has whole samples: few of them leave SMs without work.
             fused = config["FUSED"] if x.batch * p.kv_heads >= x.info.sms or compiling() else 0
-            how = (_split if p.d <= 128 else _wide, _fused, partial(_one, config=config))[fused]
+            how = (_split if p.d <= 128 else _wide, _fused, _one)[fused]
             found[:] = [how(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
@@ -100,9 +99,7 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         if fuses(p):
             found.append({"GLUON": 1, "FUSED": 1})
         if single(p):
-            found += [{"GLUON": 1, "FUSED": 2}, {"GLUON": 1, "FUSED": 2, "WHOLE": 1}]
-        if p.d == 128 and not p.broadcast:
-            found.append({"GLUON": 1, "FUSED": 2, "WHOLE": 1, "EXACT": 1})
+            found.append({"GLUON": 1, "FUSED": 2})
     return found if only else [_PORTABLE, *found]
 
 
@@ -162,8 +159,7 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     made.base, made.padding = x, "zero"
     made.shape, made.strides = [_ENDLESS, _ENDLESS, _MAX_TMA_ROWS, heads * d], [2**34 - step, step, step, 1]
     made.block_shape = [1, 1, rows, columns or d]
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
-    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, dtype)
+    made.layout = gl.NVMMASharedLayout.get_default_for(made.block_shape, gl.float16 if x.dtype == torch.float16 else gl.bfloat16)
     return made
 
 
@@ -282,18 +278,18 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
     constants = _constants(x)
+    rows = x.q_tiles(_ROWS)
+    keys = rows if x.q_offsets is x.k_offsets and not p.causal else x.k_tiles(_ROWS)
 
     def query_side(config: Config) -> None:
-        tiles = x.q_tiles(_ROWS)
-        table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len)
-        _slope_sum(x, (x.q, dout, x.k, x.v), dq, tiles, table, x.q_offsets, config, (out, lse, delta), sums=sums.zeros(0))
+        table = _table(rows, x.q_offsets, x.k_offsets, x.q_len)
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, table, x.q_offsets, config, (out, lse, delta), sums=sums.zeros(0))
 
     def key_side(config: Config) -> None:
-        tiles = x.k_tiles(_ROWS)
         launch(
-            hopper_bwd_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
+            hopper_bwd_dkdv_kernel, (min(x.info.sms, keys.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
-            _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=not p.broadcast), tiles.count, x.k_offsets, x.act_ids,
+            _table(keys, x.k_offsets, x.q_offsets, x.q_len, keep=not p.broadcast), keys.count, x.k_offsets, x.act_ids,
             sums.zeros(1), sums.zeros(2), x.batch, x.out_rows, x.k.shape[0],
             p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dk.stride(0),
             HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
@@ -341,9 +337,8 @@ def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     return dq, dk, dv
 
 
-def _one(x: Inputs, results: Saved, dout: Tensor, config: Config) -> Saved:
-    """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS. With EXACT in ``config`` dQ is summed in a
-    fp32 copy of it first."""
+def _one(x: Inputs, results: Saved, dout: Tensor) -> Saved:
+    """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS."""
     from gem_kernels.triton.attention.rows import attention_delta_kernel
     from gem_kernels.triton.hopper.backward_one import hopper_bwd_one_kernel
 
@@ -360,16 +355,14 @@ def _one(x: Inputs, results: Saved, dout: Tensor, config: Config) -> Saved:
             H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
         )  # fmt: skip
     tiles = x.sample_tiles(x.q_offsets)
-    exact = config.get("EXACT", 0)
-    sums = torch.empty(dq.shape, dtype=torch.float32, device=x.device) if exact else dq
     launch(
         hopper_bwd_one_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(sums, 64), _box(dk, 64), _box(dv, 64), sums, dk, dv, lse, delta,
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), _box(dk, 64), _box(dv, 64), dq, dk, dv, lse, delta,
         _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
-        x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), sums.stride(0), dk.stride(0),
-        HKV=p.kv_heads, ADDS=False, WHOLE=config.get("WHOLE", 0), EXACT=exact, STAGES=2, **_constants(x),
+        x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
+        HKV=p.kv_heads, ADDS=False, STAGES=2, **_constants(x),
     )  # fmt: skip
-    return dq.copy_(sums) if exact else dq, dk, dv
+    return dq, dk, dv
 
 
 def few(p: Plan) -> bool:

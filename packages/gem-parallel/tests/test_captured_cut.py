@@ -6,6 +6,7 @@ The cut is the same code with and without graphs; here it runs without.
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -37,12 +38,13 @@ SIZES = {1: [[(9,)], [(5,)], [(9,)], [(9,)], [(5,)]], 2: [[(6, 6)], [(9, 2)], [(
 
 
 def captured_ranks(rank, world, task):
-    """`train_rank` for each sparse strategy, its steps cut; a device that records is not asked for. Gradients travel at the end, or many
-    times before."""
+    """`train_rank` for each sparse strategy, its steps cut; a device that records is not asked for. Gradients travel at the end, or as
+    between hosts."""
     train_step.check_capture = lambda *_: None
-    found, at_end = {}, replicas.BUCKET
+    replicas.BUCKET = 4096
+    found = {}
     for name, parallel in task["parallel"].items():
-        replicas.BUCKET = 4096 if name == "touched rows" else at_end
+        os.environ["LOCAL_WORLD_SIZE"] = "1" if name == "touched rows" else str(world)
         config = StrategyConformance.config(parallel)
         config["train"] = {**config["train"], "capture": True}
         found[name] = train_rank(rank, world, {"config": config, "scenarios": {"s": task["sizes"]}})["s"]

@@ -1,4 +1,4 @@
-"""The kernels that copy and add with few SMs: interpreted on a CPU, real on a GPU."""
+"""The kernels that copy and add with few SMs, and that of sums of bags: interpreted on a CPU, real on a GPU."""
 
 from __future__ import annotations
 
@@ -60,3 +60,21 @@ def test_copies(n):
     few_sms.copy(source, target[:n], sms=3)
     assert torch.equal(source, target[:n])
     assert not target[n:].any()
+
+
+@pytest.mark.parametrize(("dim", "dtype", "output"), [
+    (128, torch.bfloat16, torch.bfloat16), (64, torch.float32, torch.float32), (20, torch.bfloat16, torch.float32),
+])  # fmt: skip
+def test_sums_of_bags(dim, dtype, output):
+    """Empty ones, of one row, of many; more than a program takes."""
+    from gem_parallel.sparse.bag_sums import bag_sums
+
+    g = torch.Generator().manual_seed(dim)
+    lengths = torch.randint(0, 3, (37,), generator=g)
+    lengths[[3, 20]] = torch.tensor([0, 41])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    values, rows = torch.randn(50, dim, generator=g).to(dtype), torch.randint(0, 50, (int(offsets[-1]),), generator=g)
+    got = bag_sums(values.to(DEVICE), rows.to(DEVICE), offsets.to(DEVICE), output)
+    want = torch.zeros(37, dim).index_add(0, torch.repeat_interleave(torch.arange(37), lengths), values.float()[rows])
+    assert got.dtype == output
+    torch.testing.assert_close(got.cpu().float(), want.to(output).float(), rtol=1e-2 if output == torch.bfloat16 else 1e-5, atol=1e-5)

@@ -96,9 +96,10 @@ def test_training_through_the_configuration(tmp_path):
 def test_weights_are_cast_together_unless_gradients_must_travel(monkeypatch):
     """In one process one cast serves all weights outside of ``keep``, with the gradients that single casts give, bit for bit."""
     x, found = torch.randn(64, 32), []
-    for several in (False, True):
+    for several, at_end in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr("gem_precision.bf16._several", lambda several=several: several)
         net, _ = applied(keep=("heads",))
+        net.weight_casts.all_at_end = at_end
         y = net(x)
         y.square().sum().backward()
         node = y.grad_fn
@@ -108,5 +109,5 @@ def test_weights_are_cast_together_unless_gradients_must_travel(monkeypatch):
             node = waiting.pop()
             names.add(node.name())
             waiting += [following for following, _ in node.next_functions if following is not None]
-        assert ("CastWeightsBackward" in names) != several
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+        assert ("CastWeightsBackward" in names) == (not several or at_end)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -82,7 +81,9 @@ def _wrap(module: nn.Module, device_type: str, *, enabled: bool, casts: WeightCa
         with torch.autocast(device_type, torch.bfloat16, enabled=enabled):
             if not enabled:
                 args, kwargs = tuple(map(_fp32, args)), {k: _fp32(v) for k, v in kwargs.items()}
-            with nullcontext() if casts is None or torch.compiler.is_compiling() else casts.swapped(kept_only=_several()):
+            if casts is None or torch.compiler.is_compiling():
+                return inner(*args, **kwargs)
+            with casts.swapped(kept_only=_several() and not casts.all_at_end):
                 return inner(*args, **kwargs)
 
     module.forward = forward

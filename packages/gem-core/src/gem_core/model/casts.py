@@ -67,7 +67,7 @@ class WeightCasts:
     Who updates the parameter behind PyTorch's back writes the copy as well; other changes of it are noticed by `refresh`.
 
     Not for what is compiled. Gradients of parameters without a copy are there at the end of the backward pass only, so that several
-    processes, which send some while the pass goes on, swap those with copies only.
+    processes, which send some while the pass goes on, swap those with copies only, unless ``all_at_end`` says that these wait.
 
     :param find: gives the places, (owner, name) each; asked at first use.
     """
@@ -76,6 +76,7 @@ class WeightCasts:
         self._find, self.dtype = find, dtype
         self._places: list[tuple[nn.Module, str]] | None = None
         self._kept: dict[tuple[int, str], Kept] = {}
+        self.all_at_end = False
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:

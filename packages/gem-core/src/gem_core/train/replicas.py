@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +17,8 @@ from gem_core.errors import RunError
 from gem_core.train.runtime import Runtime
 
 BUCKET = 64 << 20
-"""Bytes of gradients that travel together."""
+"""Bytes of gradients that travel together between hosts. Inside a host all of them travel behind the backward pass, beside what the tables
+do there: in it kernels that want every SM would wait for those that move gradients."""
 
 ALIGNED = 64
 """Elements; every gradient begins at a multiple, so that vectorised kernels take all of them alike."""
@@ -102,11 +105,12 @@ class SharedGradients:
         ranks = self.runtime.gather_objects(own)
         names = dict.fromkeys(name for order in ranks for name in order)
         parts: list[list[str]] = []
-        open_parts: dict[torch.dtype, tuple[list[str], int]] = {}  # weights' copies and other parameters come in turn
+        open_parts: dict[torch.dtype, tuple[list[str], float]] = {}  # weights' copies and other parameters come in turn
+        limit = BUCKET if int(os.environ.get("LOCAL_WORLD_SIZE", self.runtime.world)) < self.runtime.world else math.inf
         for name in names:
             p = self.parameters[name]
-            part, size = open_parts.get(p.dtype, ([], BUCKET))
-            if size >= BUCKET:
+            part, size = open_parts.get(p.dtype, ([], limit))
+            if size >= limit:
                 part, size = [], 0
                 parts.append(part)
             part.append(name)

@@ -97,6 +97,8 @@ class TrainStep:
         self._table_norm = torch.zeros((), device=runtime.device)
         self._shared: SharedGradients | None = None
         if self._cuts and runtime.world > 1:
+            if self._casts is not None:
+                self._casts.all_at_end = True
             with_gradients = {**dense, **{f"{name}, copy": copy for name, copy in copies.items()}}
             self._shared = SharedGradients(with_gradients, runtime)
 

@@ -35,8 +35,6 @@ class Demand:
     weights: list[Tensor | None]
     bags: list[list[int]]
     """Bags by asking rank and unit."""
-    singles: list[int] = field(default_factory=list)
-    """By unit: so many bags at the end are known to hold one id each."""
 
 
 @dataclass
@@ -144,11 +142,9 @@ class Routes:
         group = self._ordered(group)
         bounds, samples = group.key_bounds(), group.batch_size
         ids = group.values[: bounds[-1]].to(torch.int64)
-        key = torch.repeat_interleave(
-            torch.arange(len(self.lookups), device=device),
-            _uploaded([b - a for a, b in zip(bounds, bounds[1:])], device),
-            output_size=bounds[-1],
-        )
+        # which look-up an id is of; repeat_interleave gives a look-up's ids to one warp
+        ends, place = _uploaded(list(bounds[1:]), device), torch.arange(bounds[-1], device=device)
+        key = torch.searchsorted(ends, place, right=True)
         bad = ((ids < 0) | (ids >= self._limits[key])).sum()
         if self.cut:
             number = (ids // self._cuts[key]).clamp(0, self._most - 1)
@@ -293,7 +289,6 @@ class Routes:
                     sizes.append(lengths.new_ones(b))
                 ids_at[m], bags_at[m] = ids_at[m] + a + b, bags_at[m] + n
                 reads.bags[m].append(n + b)
-            reads.singles.append(per_rank[-1][2 * u + 1])
             reads.positions.append(_joined(position, ranges))
             reads.weights.append(None if weights is None else _joined(weights, ranges))
             reads.offsets.append(lengths_to_offsets(torch.cat(sizes).to(torch.int64)))

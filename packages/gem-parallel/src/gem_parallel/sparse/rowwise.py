@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +29,29 @@ class RowwiseOptions:
         return self.lr * root, self.eps * root
 
 
-def segment_sum(values: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``[S, D]`` of ``dtype``: the sum, in fp32, over i in segment s of ``weights[i] * values[rows[i]]``; zeros for an empty segment.
+def segment_sum(
+    values: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+) -> Tensor:
+    """``[S, D]`` of ``dtype``: ``scale`` times the sum, in fp32, over i in segment s of ``weights[i] * values[rows[i]]``; zeros for an
+    empty segment.
 
     ``values [N, D]``, ``rows [V]`` int64, ``offsets [S+1]`` int64.
     """
     if rows.numel() == 0 or offsets.numel() == 1:
         return values.new_zeros(offsets.numel() - 1, values.shape[1], dtype=dtype)
-    # CUDA's kernel adds up in fp32 whatever it reads and writes.
-    if values.dtype != torch.float32 and not (values.is_cuda and values.dtype == dtype and weights is None):
+    if values.is_cuda and weights is None and find_spec("triton") is not None:
+        from gem_parallel.sparse.bag_sums import bag_sums
+
+        return bag_sums(values, rows, offsets, dtype, scale)
+    if values.dtype != torch.float32:
         values, rows = values.index_select(0, rows).float(), torch.arange(rows.numel(), device=rows.device)
-    return F.embedding_bag(rows, values, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True).to(dtype)
+    found = F.embedding_bag(rows, values, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+    return (found if scale == 1.0 else found * scale).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -67,9 +80,10 @@ class Reads:
         rows = ordered[starts].to(ids.dtype)
         return cls(rows, place, bag, bounds, None if weights is None else weights[order])
 
-    def gradients(self, bag_gradients: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``[U, D]`` of ``dtype``: gradient of each distinct row from those of the bags ``[B, D]``, summed in the order of the reads."""
-        return segment_sum(bag_gradients, self.bag, self.bounds, self.weights, dtype)
+    def gradients(self, bag_gradients: Tensor, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        """``[U, D]`` of ``dtype``: ``scale`` times the gradient of each distinct row from those of the bags ``[B, D]``, summed in the order
+        of the reads."""
+        return segment_sum(bag_gradients, self.bag, self.bounds, self.weights, dtype, scale)
 
 
 def update_rows(

@@ -25,8 +25,6 @@ class Wanted:
     reads: list[Reads]
     offsets: list[Tensor]
     weights: list[Tensor | None]
-    singles: list[int]
-    """By unit: so many bags at the end hold one id each."""
     mine: list[list[int]]
     theirs: list[list[int]]
     rows: list[Tensor]
@@ -62,7 +60,7 @@ class TouchedExchange:
         sent = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64, device=axes.device)
         received = axes.requests.all_to_all(sent, [sum(c) for c in host[1]], [sum(c) for c in host[0]])
         rows = [r.squeeze(1) for r in by_unit(received, host[1], [1] * len(self.units))]
-        return Wanted(found, reads.offsets, reads.weights, reads.singles, host[0], host[1], rows)
+        return Wanted(found, reads.offsets, reads.weights, host[0], host[1], rows)
 
     def look_up(self, wanted: Wanted, trains: bool) -> tuple[list[Tensor], list[Any]]:
         """Sums of this rank's bags by unit, and tickets of the engines."""
@@ -73,23 +71,13 @@ class TouchedExchange:
             tickets.append(ticket)
         dims = [u.unit.dim for u in self.units]
         compact = self._send(self.axes.gather, rows, wanted.theirs, wanted.mine, dims)
-        read = zip(compact, wanted.reads, wanted.offsets, wanted.weights, wanted.singles)
-        return [self._bags(c, r.place, o, w, n) for c, r, o, w, n in read], tickets
+        read = zip(compact, wanted.reads, wanted.offsets, wanted.weights)
+        return [segment_sum(c, r.place, o, w, self.output) for c, r, o, w in read], tickets
 
-    def _bags(self, rows: Tensor, place: Tensor, offsets: Tensor, weights: Tensor | None, singles: int) -> Tensor:
-        """``[bags, dim]``: `segment_sum`; of the last ``singles`` bags, of one row each, by copying."""
-        if weights is not None or not singles:
-            return segment_sum(rows, place, offsets, weights, self.output)
-        sums, reads = offsets.numel() - 1 - singles, place.numel() - singles
-        out = rows.new_empty(offsets.numel() - 1, rows.shape[1], dtype=self.output)
-        out[:sums] = segment_sum(rows, place[:reads], offsets[: sums + 1], None, self.output)
-        torch.index_select(rows, 0, place[reads:], out=out[sums:])
-        return out
-
-    def update(self, wanted: Wanted, tickets: list[Any], gradients: list[Tensor]) -> None:
-        """Gradients of the sums of this rank's bags to the holders of the rows, who update them."""
+    def update(self, wanted: Wanted, tickets: list[Any], gradients: list[Tensor], factor: float) -> None:
+        """Gradients of the sums of this rank's bags, times ``factor``, to the holders of the rows, who update them."""
         dims = [u.unit.dim for u in self.units]
-        rows = [r.gradients(g, self.output) for r, g in zip(wanted.reads, gradients)]
+        rows = [r.gradients(g, self.output, factor) for r, g in zip(wanted.reads, gradients)]
         arrived = self._send(self.axes.scatter, rows, wanted.mine, wanted.theirs, dims)
         for unit, ticket, g in zip(self.units, tickets, arrived):
             unit.engine.update(ticket, g)

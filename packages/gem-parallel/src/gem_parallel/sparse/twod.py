@@ -286,11 +286,12 @@ class Tables2d(nn.Module):
         return self.routes.answer(found, step.reads, step.asked)
 
     def _update(self, step: Step, gradients: tuple[Tensor | None, ...]) -> None:
-        shares = self.axes.model * (1 if self.whole else self.axes.replica)
-        given = self.routes.give_back(list(gradients), step.reads, step.asked, 1.0 / shares)
+        share = 1.0 / (self.axes.model * (1 if self.whole else self.axes.replica))
+        # rows are added up before they travel to other replicas, and times their share then
+        given = self.routes.give_back(list(gradients), step.reads, step.asked, share if self.touched is None else 1.0)
         if self.touched is not None:
             assert step.wanted is not None
-            self.touched.update(step.wanted, step.tickets, given)
+            self.touched.update(step.wanted, step.tickets, given, share)
         else:
             self._update_whole(step.tickets, given)
 

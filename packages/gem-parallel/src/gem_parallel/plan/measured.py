@@ -84,7 +84,7 @@ def _of_ladder(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "world": row["gpus"],
         "step_s": row["step_ms"] * 1e-3,
-        "peak_memory_bytes": row["peak_memory_bytes"],
+        "peak_memory_bytes": row["peak_memory_bytes"] - row.get("held_before_bytes", 0),
         "batch_size": row["batch_size"],
         "capture": "train.capture=true" in row["overrides"],
         "parallel": plain(load_config(None, asked))["parallel"],

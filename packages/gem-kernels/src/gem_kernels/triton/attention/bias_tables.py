@@ -12,7 +12,8 @@
       edges        ^                                                start[c + 1]  otherwise
 
 Tables: ``position [H, PAD + 2R+1 + PAD]``; ``time [H, T + CELLS + 1]``, a head's row of the table and then the values at the cells'
-beginnings; ``index [T-1 + CELLS + 1]`` int32, the edges within 32 bits, the cells' edges, and whether edges are crowded.
+beginnings; ``index [T-1 + CELLS + 1 + CELLS + 1]`` int32, the edges within 32 bits, the cells' edges, whether edges are crowded, and the
+buckets at the cells' beginnings.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -74,6 +75,7 @@ def bias_tables_kernel(
             tl.store(index_out + edges + c, lowest, inside)
             crowded = tl.max(tl.where(inside & (highest > lowest), 1, 0), 0)
             tl.store(index_out + edges + CELLS, crowded)
+            tl.store(index_out + edges + CELLS + 1 + c, start, c <= CELLS)
             values = tl.load(time + head * stride_t + start, c <= CELLS, 0.0).to(tl.float32)
             tl.store(time_out + head * stride_to + edges + 1 + c, values, c <= CELLS)
 
@@ -119,7 +121,7 @@ def bias_tables(
     if time is not None:
         edges = time.shape[1] - 1
         values = torch.empty(heads, edges + 2 + CELLS.value, dtype=torch.float32, device=device)
-        index = torch.empty(edges + CELLS.value + 1, dtype=torch.int32, device=device)
+        index = torch.empty(edges + 2 * CELLS.value + 2, dtype=torch.int32, device=device)
         k_relative = _relative(k_times, k_offsets, k_times, k_offsets, None, k_offsets.shape[0] - 1)
         same = q_times is k_times and q_offsets is k_offsets and kv_index is None
         q_relative = k_relative if same else _relative(q_times, q_offsets, k_times, k_offsets, kv_index, samples)

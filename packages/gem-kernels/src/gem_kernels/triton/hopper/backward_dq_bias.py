@@ -2,6 +2,9 @@
 
 See `backward_dq` and `forward_bias` for what is alike, and `gem_kernels.triton.attention.backward_bias` for the rows that the tables'
 gradients are added to: of a program, one for each of the consumers' eight warps, and one for each consumer's candidates.
+
+BINS: in tiles with many buckets a thread adds each dS to bins of its own in shared memory, ``[T, threads]``, which it gives to its warp's
+row at the program's end. The dialect has no such addressing: the bins are declared in PTX.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -16,10 +19,116 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.backward_bias import add_from_edges, add_from_far_edges
 from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, own_bucket
+from gem_kernels.triton.attention.bias_tables import CELLS, FIRST_CELL
 from gem_kernels.triton.hopper.common import alive, fill_rows, folded_value_and_slope, load_box, make_barriers, store_box
 from gem_kernels.triton.hopper.forward_bias import clock, key_blocks, read_entry, read_number
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# Buckets of a tile from which on bins are cheaper than a sum for each edge.
+_MANY = gl.constexpr(6)
+_THREADS = gl.constexpr(256)
+
+
+@gluon.jit
+def _declare_bins(x):
+    """Address in shared memory of 32 bins for each of 256 threads."""
+    asm: gl.constexpr = ".shared .align 16 .b8 gem_bins[32768];\nmov.u32 $0, gem_bins;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _own_bins(bins):
+    """The thread's, of consumers' threads ``[128]``."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    asm: gl.constexpr = "{ .reg .b32 t; mov.u32 t, %tid.x; mad.lo.u32 $0, t, 4, $1; }"
+    return gl.inline_asm_elementwise(
+        asm, "=r,r", [gl.full([128], bins, gl.int32, layout)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _clear_bins(bins, buckets):
+    own = _own_bins(bins)
+    for b in range(buckets):
+        asm: gl.constexpr = "{ .reg .b32 z; mov.b32 z, 0; st.shared.b32 [$1], z; mov.b32 $0, 0; }"
+        gl.inline_asm_elementwise(asm, "=r,r", [own + b * (4 * _THREADS)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _add_to_bins(ds, tq, tk, cell_edges, cell_buckets, bins):
+    first: gl.constexpr = FIRST_CELL
+    asm: gl.constexpr = """
+        {
+        .reg .b32 d, c, e, t;
+        .reg .b64 a, o;
+        .reg .f32 f, v;
+        .reg .pred p;
+        sub.s32 d, $2, $3;
+        abs.s32 d, d;
+        cvt.rn.f32.s32 f, d;
+        max.f32 f, f, 0f3F000000;
+        mov.b32 c, f;
+        shr.u32 c, c, 17;
+        and.b32 c, c, 0xFFFFFFFC;
+        cvt.u64.u32 o, c;
+        add.s64 a, o, $4;
+        ld.global.nc.b32 e, [a];
+        setp.ge.s32 p, d, e;
+        @p add.s32 c, c, 4;
+        cvt.u64.u32 o, c;
+        add.s64 a, o, $5;
+        ld.global.nc.b32 e, [a];
+        mov.u32 t, %tid.x;
+        mad.lo.u32 t, t, 4, $6;
+        mad.lo.u32 t, e, 1024, t;
+        ld.shared.f32 v, [t];
+        add.f32 v, v, $1;
+        st.shared.f32 [t], v;
+        mov.b32 $0, 0;
+        }
+        """
+    gl.inline_asm_elementwise(
+        asm, "=r,f,r,r,l,l,r",
+        [ds, tq, tk, (cell_edges - first).to(gl.int64), (cell_buckets - first).to(gl.int64), bins],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _give_bins(bins, buckets, rows, width):
+    """Add the bins of each warp's threads to its row."""
+    own = _own_bins(bins)
+    for b in range(buckets):
+        asm: gl.constexpr = """
+            {
+            .reg .b32 t, r;
+            .reg .b64 a;
+            .reg .f32 v, w;
+            .reg .pred p;
+            ld.shared.f32 v, [$1];
+            shfl.sync.bfly.b32 w, v, 1, 31, 0xffffffff;
+            add.f32 v, v, w;
+            shfl.sync.bfly.b32 w, v, 2, 31, 0xffffffff;
+            add.f32 v, v, w;
+            shfl.sync.bfly.b32 w, v, 4, 31, 0xffffffff;
+            add.f32 v, v, w;
+            shfl.sync.bfly.b32 w, v, 8, 31, 0xffffffff;
+            add.f32 v, v, w;
+            shfl.sync.bfly.b32 w, v, 16, 31, 0xffffffff;
+            add.f32 v, v, w;
+            mov.u32 t, %tid.x;
+            shr.u32 r, t, 5;
+            mul.lo.u32 r, r, $3;
+            mad.wide.u32 a, r, 4, $2;
+            and.b32 t, t, 31;
+            setp.eq.u32 p, t, 0;
+            @p red.relaxed.gpu.global.add.f32 [a], v;
+            mov.b32 $0, 0;
+            }
+            """
+        gl.inline_asm_elementwise(
+            asm, "=r,r,l,r", [own + b * (4 * _THREADS), (rows + b).to(gl.int64), width], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
@@ -74,12 +183,12 @@ def _consumer(
     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, time_slots, bucket_slots,
     q_full, done, k_full, k_empty, v_full, v_empty,
     position, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
-    act_ids, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
+    act_ids, bins, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
     WHO: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr, PAD: gl.constexpr,
     DIAGONALS: gl.constexpr, COLUMNS: gl.constexpr, SUMS_TYPES: gl.constexpr, REACHING: gl.constexpr, REACHING_TYPES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = BLOCK_N // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -96,6 +205,8 @@ def _consumer(
     table_t = time + head.to(gl.int64) * stride_t
     warp_distance = partial + gl.program_id(0).to(gl.int64) * 10 * width + PAD
     warp_bucket = warp_distance + 2 * radius + 1 + PAD
+    if BINS:
+        _clear_bins(bins, edges + 1)
     row, lq, k_row, h, m0, shift, t = read_entry(table, gl.program_id(0), total, H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         h = alive(h)
@@ -194,8 +305,16 @@ def _consumer(
                 to = warp_distance + radius + diagonal
                 gl.inline_asm_elementwise(DIAGONALS, SUMS_TYPES, [past, to.to(gl.int64)], dtype=gl.int8, is_pure=False, pack=PAIRS)
                 if first >= 0:
-                    difference = gl.abs(tq[:, None] - tk[None, :])
-                    add_from_edges(ds, difference, first, final, warp_bucket, time_index, edges + 1, PAIRS, REACHING, REACHING_TYPES)
+                    few = True
+                    if BINS:
+                        few = (final - first < _MANY) | (gl.load(time_index + edges + CELLS) != 0)
+                        if few == 0:
+                            _add_to_bins(
+                                ds, tq[:, None], tk[None, :], time_index + edges, time_index + edges + CELLS + 1, bins
+                            )  # fmt: skip
+                    if few:
+                        difference = gl.abs(tq[:, None] - tk[None, :])
+                        add_from_edges(ds, difference, first, final, warp_bucket, time_index, edges + 1, PAIRS, REACHING, REACHING_TYPES)
                 else:
                     ti = gl.load(q_times + row + i, i < lq, 0).to(gl.int64)[:, None]
                     tj = gl.load(k_times + k_row + j, j < h, 0).to(gl.int64)[None, :]
@@ -226,6 +345,8 @@ def _consumer(
         mbarrier.arrive(done.index(slot), count=1)
         tile += 1
         row, lq, k_row, h, m0, shift, t = n_row, n_lq, n_k_row, n_h, n_m0, n_shift, n_t
+    if BINS:
+        _give_bins(bins, edges + 1, warp_bucket, width)
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "radius", "edges", "width"])
@@ -237,10 +358,13 @@ def hopper_bias_dq_kernel(
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr, PAD: gl.constexpr,
     DIAGONALS: gl.constexpr, COLUMNS: gl.constexpr, SUMS_TYPES: gl.constexpr, REACHING: gl.constexpr, REACHING_TYPES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
     total = gl.load(tile_count) * H
+    bins = total * 0
+    if BINS:
+        bins = _declare_bins(total)
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -262,10 +386,10 @@ def hopper_bias_dq_kernel(
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, time_slots, bucket_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     position, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
-                    act_ids, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
+                    act_ids, bins, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
                     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
                     0, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, TIME_STEPS, PAD,
-                    DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD,
+                    DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD, BINS,
                 ),
             ),
             (
@@ -274,10 +398,10 @@ def hopper_bias_dq_kernel(
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, time_slots, bucket_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     position, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
-                    act_ids, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
+                    act_ids, bins, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
                     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
                     1, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, TIME_STEPS, PAD,
-                    DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD,
+                    DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD, BINS,
                 ),
             ),
             (

@@ -19,6 +19,8 @@ from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.hopper.launch import _addressable, _box, _nothing
 
 _ROWS = 128
+# Buckets for which there are bins in shared memory.
+_BINS = 32
 _FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
 
 
@@ -77,7 +79,7 @@ def row_width(x: Inputs) -> int:
 
 
 def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2}, {"BLOCK_N": 32, "STAGES": 3, "HELD": 2}]
+    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "BINS": b} for b in (0, 1)]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -110,6 +112,7 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
     width = row_width(x)
     programs = min(x.info.sms // p.heads, tiles.bound)
     partial = torch.zeros(programs, p.heads, 10, width, dtype=torch.float32, device=x.device)
+    config = config | {"BINS": config["BINS"] and x.edges < _BINS}
     folded = _folded(p)
     left = (1.5, 0.5)[folded - 1] if folded else p.folded_gain
     k = x.k if p.targets else None

@@ -2,14 +2,13 @@
 
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q, and what these 64 keys give to dQ = dS K
 
-Five products a tile of 64 rows. Each warpgroup sends its share of dQ to memory by TMA: the first 64 keys that a row sees write it (with
-ADDS, add it to what is there), all others add theirs, in the order of the keys, each time rounded to the dtype: for few keys and for
-windows. Of one key tile the second warpgroup adds once the first one's share has arrived, and falls half a tile behind, so that the
-products of one run while the other is at its elementwise work; before the next key tile's first share the second one's last has arrived.
+Five products a tile of 64 rows. Where both warpgroups have a share of a row's dQ, the first one leaves its own in shared memory and the
+second one adds its own to that; the sum leaves by TMA. The first 128 keys that a row sees write it (with ADDS, add it to what is there),
+the following ones add theirs, in the order of the keys, rounded to the dtype each time: memory adds at a fifth of its rate of stores.
 dK and dV leave through the slots of K and V, of which the next key tile has others. For softmax delta = rowsum(O ∘ dO) is in memory
 beforehand.
 
-Barriers that nobody waits for in some steps have four slots: a warpgroup is at most two steps, and two key tiles, ahead of the other.
+Barriers that nobody waits for in some steps have more slots than the warpgroups are ever steps, or key tiles, apart.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -93,8 +92,35 @@ def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.const
 
 
 @gluon.jit
+def _pass_over(count, step, q_full, q_empty, taken, STAGES: gl.constexpr):
+    """`pass_over_rows` of the second warpgroup, which takes no share there."""
+    for _x in range(count):
+        mbarrier.arrive(taken.index(step % 8), count=1)
+        step = pass_over_rows(1, step, q_full, q_empty, STAGES)
+    return step
+
+
+@gluon.jit
+def _seen(m0, own, shift, left, right, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr):
+    """Which query rows from ``m0`` on see the keys from ``own`` on, bounds of the sample apart."""
+    i = m0 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    return near(j[:, None], i[None, :] + shift, left, right, CAUSAL, WINDOW)
+
+
+@gluon.jit
+def _other(share, both, layout: gl.constexpr, MASKED: gl.constexpr):
+    """The other warpgroup's share of dQ, 0 where it has none."""
+    found = share.load(layout).to(gl.float32)
+    if MASKED:
+        found = gl.where(both, found, 0.0)
+    return found
+
+
+@gluon.jit
 def _consumer(
-    dq, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots, q_full, q_empty, k_full, done, sent, turn,
+    dq, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
+    q_full, q_empty, k_full, done, given, taken, turn,
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ADDS: gl.constexpr,
@@ -111,6 +137,7 @@ def _consumer(
     left_half = share.slice(0, HALF, dim=1)
     # dS waits where the right half of dQ is put, once that is multiplied.
     right_half = share.slice(HALF, HALF, dim=1)
+    unseen = gl.where(scale == 0.0, 0.0, -1e6 / scale)
     step = 0
     tile = 0
     _row, lk, q_row, lq, _n0 = read_tile(table, item_at(0), total, HKV)
@@ -126,8 +153,11 @@ def _consumer(
             own = n0 + WHO * 64
             first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW, True)
             slot = tile % 2
-            # The step whose share of dQ is on its way and is owed to the other warpgroup.
-            owed = first * 0 - 1
+            # Of these rows both warpgroups have a share; the first one's last such step.
+            both0, _both = query_range(n0 + 64, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+            both0 = gl.where(n0 + 64 < lk, both0, lq)
+            _both, both1 = query_range(n0, gl.minimum(n0 + 64, lk), lq, lk, left, right, 64, CAUSAL, WINDOW, True)
+            shared = first * 0 - 1
             mbarrier.wait(k_full.index(slot), tile // 2 & 1)
             # Of no keys at all the first warpgroup writes the zeros.
             if WHO == 0 or own < lk:
@@ -143,7 +173,7 @@ def _consumer(
                         act_id = gl.load(act_ids + head)
                     if WHO == 1:
                         if CAUSAL or WINDOW:
-                            step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
+                            step = _pass_over(begin - first, step, q_full, q_empty, taken, STAGES)
                     for x in range(begin, end):
                         stage = step % STAGES
                         m0 = x * 64
@@ -154,6 +184,17 @@ def _consumer(
                         s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                         s = warpgroup_mma_wait(1, deps=(s,))
+                        free = True
+                        if CAUSAL or WINDOW:
+                            p_min = m0 + shift
+                            p_max = gl.minimum(m0 + 64, lq) - 1 + shift
+                            free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
+                            if CAUSAL:
+                                free = free & (j1 - 1 <= p_min)
+                            if FOLDED:
+                                # See `backward_dkdv`.
+                                if free == 0:
+                                    s = gl.where(_seen(m0, own, shift, left, right, CAUSAL, WINDOW, s_layout), s, unseen)
                         if SOFTMAX:
                             lse_i = lse_slots.index(stage).load(column_layout)
                             # Keys past the end are zero rows: P <= 1 keeps their dS finite.
@@ -164,16 +205,9 @@ def _consumer(
                                 p, slope = folded_value_and_slope(s, scale, FOLDED)
                             else:
                                 p, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
-                        if CAUSAL or WINDOW:
-                            p_min = m0 + shift
-                            p_max = gl.minimum(m0 + 64, lq) - 1 + shift
-                            free = (own >= p_max - left) & (j1 - 1 <= p_min + right)
-                            if CAUSAL:
-                                free = free & (j1 - 1 <= p_min)
+                        if (CAUSAL or WINDOW) and not FOLDED:
                             if free == 0:
-                                i = m0 + gl.arange(0, 64, layout=column_layout)
-                                j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-                                seen = near(j[:, None], i[None, :] + shift, left, right, CAUSAL, WINDOW)
+                                seen = _seen(m0, own, shift, left, right, CAUSAL, WINDOW, s_layout)
                                 p = gl.where(seen, p, 0.0)
                                 slope = gl.where(seen, slope, 0.0)
                         p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
@@ -182,12 +216,10 @@ def _consumer(
                         if SOFTMAX:
                             dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
                         ds = (slope * dp).to(dtype)
+                        both = (x >= both0) & (x < both1)
+                        tma.store_wait(0)
                         if WHO == 0:
-                            finish_stores(x)
-                            mbarrier.arrive(sent.index(owed % 4), count=1, pred=owed >= 0)
-                            owed = step
-                        else:
-                            tma.store_wait(0)
+                            mbarrier.wait(taken.index((shared + 8) % 8), shared // 8 & 1, pred=shared >= 0)
                         right_half.store(ds)
                         fence_async_shared()
                         ds16 = gl.convert_layout(ds, p_layout, assert_trivial=True)
@@ -197,42 +229,53 @@ def _consumer(
                         part_dq = warpgroup_mma(right_half.permute((1, 0)), k_left, zero_dq, use_acc=False, is_async=True)
                         dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
                         dv_acc, part_dq = warpgroup_mma_wait(1, deps=(dv_acc, part_dq))
-                        left_half.store((part_dq * ds_scale).to(dtype))
+                        part_dq = part_dq * ds_scale
+                        if WHO == 1:
+                            mbarrier.wait(given.index(step % 8), step // 8 & 1, pred=both)
+                            part_dq += _other(staging.index(0).slice(0, HALF, dim=1), both, dq_layout, CAUSAL or WINDOW)
+                        left_half.store(part_dq.to(dtype))
                         part_dq = warpgroup_mma(right_half.permute((1, 0)), k_right, zero_dq, use_acc=False, is_async=True)
                         dk_acc, part_dq = warpgroup_mma_wait(0, deps=(dk_acc, part_dq))
                         mbarrier.arrive(q_empty.index(stage), count=1)
-                        right_half.store((part_dq * ds_scale).to(dtype))
-                        fence_async_shared()
+                        part_dq = part_dq * ds_scale
+                        if WHO == 1:
+                            part_dq += _other(staging.index(0).slice(HALF, HALF, dim=1), both, dq_layout, CAUSAL or WINDOW)
+                            mbarrier.arrive(taken.index(step % 8), count=1)
+                        right_half.store(part_dq.to(dtype))
+                        leaves = True
                         if WHO == 0:
+                            mbarrier.arrive(given.index(step % 8), count=1)
                             mbarrier.wait(turn.index((tile + 3) % 4), (tile + 3) // 4 + 1 & 1, pred=(x == begin) & (part > 0))
-                        else:
-                            mbarrier.wait(sent.index(step % 4), step // 4 & 1)
-                        writes = own == 0
-                        if WINDOW:
-                            writes = own == gl.maximum(m0 + shift - left, 0) // 64 * 64
-                        if ADDS:
-                            writes = own < 0
-                        if writes:
-                            store_box(dq, q_row, lq, m0, head * D, share, 64, D)
-                        else:
-                            add_box(dq, q_row, lq, m0, head * D, share, 64, D)
+                            shared = gl.where(both, step, shared)
+                            leaves = both == 0
+                        if leaves:
+                            fence_async_shared()
+                            writes = n0 == 0
+                            if WINDOW:
+                                writes = n0 == gl.maximum(m0 + shift - left, 0) // 128 * 128
+                            if ADDS:
+                                writes = n0 < 0
+                            if writes:
+                                store_box(dq, q_row, lq, m0, head * D, share, 64, D)
+                            else:
+                                add_box(dq, q_row, lq, m0, head * D, share, 64, D)
                         step += 1
                     if WHO == 0:
                         if CAUSAL or WINDOW:
                             for _x in range(last - end):
-                                mbarrier.arrive(sent.index(step % 4), count=1)
+                                mbarrier.arrive(given.index(step % 8), count=1)
                                 step = pass_over_rows(1, step, q_full, q_empty, STAGES)
                 v_tile.store((dv_acc * dv_scale).to(dtype))
                 k_tile.store((dk_acc * ds_scale).to(dtype))
                 fence_async_shared()
             else:
                 # No key of this half belongs to the sample: keep the ring going.
-                step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
+                step = _pass_over((last - first) * GROUP, step, q_full, q_empty, taken, STAGES)
             mbarrier.arrive(done.index(slot), count=1)
-            finish_stores(part)
             if WHO == 0:
-                mbarrier.arrive(sent.index(owed % 4), count=1, pred=owed >= 0)
+                mbarrier.wait(taken.index((shared + 8) % 8), shared // 8 & 1, pred=shared >= 0)
             else:
+                finish_stores(part)
                 mbarrier.arrive(turn.index(tile % 4), count=1)
             tile += 1
         lk, q_row, lq = n_lk, n_q_row, n_lq
@@ -276,7 +319,7 @@ def hopper_bwd_one_kernel(
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
     k_full, k_empty, done = make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 2)
-    sent, turn = make_barriers(4, 1), make_barriers(4, 1)
+    given, taken, turn = make_barriers(8, 1), make_barriers(8, 1), make_barriers(4, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -284,7 +327,7 @@ def hopper_bwd_one_kernel(
                 _consumer,
                 (
                     dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
-                    q_full, q_empty, k_full, done, sent, turn, act_ids, left, right, scale, ds_scale, dv_scale,
+                    q_full, q_empty, k_full, done, given, taken, turn, act_ids, left, right, scale, ds_scale, dv_scale,
                     0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, STAGES,
                 ),
             ),
@@ -292,7 +335,7 @@ def hopper_bwd_one_kernel(
                 _consumer,
                 (
                     dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, lse_slots, delta_slots,
-                    q_full, q_empty, k_full, done, sent, turn, act_ids, left, right, scale, ds_scale, dv_scale,
+                    q_full, q_empty, k_full, done, given, taken, turn, act_ids, left, right, scale, ds_scale, dv_scale,
                     1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, ADDS, STAGES,
                 ),
             ),

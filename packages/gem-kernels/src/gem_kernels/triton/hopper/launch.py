@@ -109,7 +109,7 @@ def fuses(p: Plan) -> bool:
 
 
 def single(p: Plan) -> bool:
-    """Whether the backward kernel is offered that sums dQ in memory, rounded each time: where at most ten shares are added to a row."""
+    """Whether the backward kernel is offered that sums dQ in memory, rounded each time: where a row has at most nine shares."""
     return p.d == 128 and not p.broadcast and (0 < p.band <= 1024 or (p.mask == "full" and p.k_bound <= 2 * _ROWS))
 
 

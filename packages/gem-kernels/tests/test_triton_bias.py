@@ -17,10 +17,11 @@ from gem_core.ops import dispatch
 from gem_kernels.triton import attention
 from gem_kernels.triton.attention import inputs, warp_sums
 from gem_kernels.triton.common.device import on_cpu
+from gem_kernels.triton.hopper.spec import specs as hopper_specs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-SPECS = {(spec.op, spec.name): spec for spec in attention.specs()}
+SPECS = {(spec.op, spec.name): spec for spec in (*attention.specs(), *hopper_specs())}
 LENGTHS = [0, 1, 31, 64, 65, 0, 97]
 
 pytestmark = [
@@ -113,7 +114,7 @@ EDGES = {
 
 def compare(
     op: str, times: str, edges: str, dtype: torch.dtype, d: int, lengths: list[int], most: float, radius: int = 9, sharing: bool = False,
-    **more: Any,
+    backend: str = "triton", candidates: bool = True, kv_heads: int = 2, **more: Any,
 ) -> None:  # fmt: skip
     draw = torch.Generator().manual_seed(1)
     if sharing:
@@ -129,11 +130,11 @@ def compare(
         return torch.randn(*shape, generator=draw).to(DEVICE, of)
 
     q, do = made(nq, heads, d), made(nq, heads, d)
-    k, v = made(nk, heads, d), made(nk, heads, d)
+    k, v = made(nk, kv_heads, d), made(nk, kv_heads, d)
     position, time = 0.5 * made(heads, 2 * radius + 1, of=torch.float32), 0.5 * made(heads, buckets, of=torch.float32)
     k_times = TIMES[times](draw, nk).to(DEVICE)
     q_times = TIMES[times](draw, nq).to(DEVICE) if sharing else k_times
-    targets = torch.minimum(q_lengths, torch.tensor([5, 0, 64] * 6)[: len(q_lengths)]).to(DEVICE)
+    targets = torch.minimum(q_lengths, torch.tensor([5, 0, 64] * 6)[: len(q_lengths)]).to(DEVICE) if candidates else None
     own = (made(nq, heads, d), made(nq, heads, d)) if sharing else None
     q_offsets, k_offsets = (lengths_to_offsets(x).to(DEVICE) for x in (q_lengths, k_lengths))
     if op == "gdpa":
@@ -149,8 +150,8 @@ def compare(
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, leaves, do.to(out.dtype))]
 
-    with dispatch.offering(SPECS[op, "triton"]):
-        got = grads("triton", dtype)
+    with dispatch.offering(SPECS[op, backend]):
+        got = grads(backend, dtype)
     want = grads(ops.REFERENCE, torch.float64)
     names = ("out", "dq", "dk", "dv", "d position", "d time", "d target k", "d target v")
     far = {n: float((g.double() - w).norm() / w.norm().clamp_min(1e-30)) for n, g, w in zip(names, got, want)}
@@ -200,3 +201,17 @@ def test_sums_in_registers(op: str, d: int, columns: int, case: str, monkeypatch
     compare(op, times, edges, torch.bfloat16, d, lengths, 8e-3, radius=100, window=(40, 30))
     compare(op, times, edges, torch.bfloat16, d, [40, 0, 97, 64, 256], 8e-3, radius=20, sharing=True)
     assert sums in chosen
+
+
+@pytest.mark.skipif(not HOPPER, reason="written for sm_90")
+@pytest.mark.parametrize("case", ["ascending:powers", "in any order:crowded", "gaps of centuries:zero and far", "bursts:powers"])
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+def test_hopper(op: str, case: str) -> None:
+    """Causal and full, with candidates and without, grouped heads, tables wider and narrower than a tile, heads of 64 and 128."""
+    times, edges = case.split(":")
+    hopper = {"times": times, "edges": edges, "dtype": torch.bfloat16, "most": 8e-3, "backend": "hopper-only"}
+    lengths = [*LENGTHS, 200, 256, 191, 0, 127]
+    compare(op, d=128, lengths=lengths, radius=100, causal=True, **hopper)
+    compare(op, d=64, lengths=lengths, radius=100, candidates=False, kv_heads=1, **hopper)
+    compare(op, d=128, lengths=[3, 0, 250], radius=9, causal=True, candidates=False, **hopper)
+    compare(op, d=128, lengths=lengths, radius=9, **hopper)

@@ -26,6 +26,7 @@ _MEASURED = 60
 _TRITON = "3.6"
 _WIDTHS = (64, 128, 256)
 _BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
+_BIAS = frozenset({"bias_position", "bias_time"})
 
 
 @functools.lru_cache(maxsize=1)
@@ -61,16 +62,34 @@ def supports(problem: Problem, only: bool = False) -> Supported:
         return no(f"head widths D = Dv of {', '.join(map(str, _WIDTHS))}; they are {d} and {dv}")
     if only and d == 256 and (problem.op != "gdpa" or problem.dim("H") != problem.dim("Hkv") or problem.option("broadcast_q")):
         return no("gradients of 256 columns for gdpa with a key head for every query head, queries not shared")
-    if problem.present & _BEYOND:
+    answer = _beyond(problem, only)
+    return _dialect() if answer else answer
+
+
+def _beyond(problem: Problem, only: bool) -> Supported:
+    """Of what goes beyond masks: relative bias by position and time, with or without candidates."""
+    found = problem.present & _BEYOND
+    if not found:
+        return YES
+    if not only:
         return no("no bias, candidates, context or request sharing")
-    return _dialect()
+    if not found >= _BIAS:
+        return no("candidates only with a relative bias by position and time, bias only by both")
+    if found - _BIAS - {"num_targets"} or problem.option("window") is not None or problem.dim("D") > 128:
+        return no("relative bias without windows, context or request sharing, heads of up to 128 columns")
+    return YES
 
 
 def forward(problem: Problem, *tensors: Tensor | None, only: bool = False) -> tuple[Any, tuple[Tensor | None, ...]]:
     """See the op's contract: (out, lse) or out, and the saved tensors."""
-    from gem_kernels.triton.hopper.launch import forward as run
+    if problem.present & _BEYOND:
+        from gem_kernels.triton.hopper.launch_bias import forward as run_biased
 
-    out, lse = run(problem, tensors, only)
+        out, lse = run_biased(problem, tensors)
+    else:
+        from gem_kernels.triton.hopper.launch import forward as run
+
+        out, lse = run(problem, tensors, only)
     if problem.op == "gdpa":
         return out, tensors
     return (out, lse), (*tensors, out, lse)
@@ -80,6 +99,10 @@ def backward(
     problem: Problem, saved: tuple[Tensor | None, ...], dout: Tensor, needs: tuple[bool, ...], only: bool = False
 ) -> tuple[Tensor | None, ...]:
     """See the op's contract: gradients of its differentiable tensors."""
+    if problem.present & _BEYOND:
+        from gem_kernels.triton.hopper.launch_bias import backward as run_biased
+
+        return run_biased(problem, saved, dout, needs)
     from gem_kernels.triton.hopper.launch import backward as run
 
     return run(problem, saved, dout, needs, only)

@@ -375,6 +375,22 @@ def test_overwriting_that_is_killed_leaves_a_folder_that_can_be_overwritten(conf
     train(started(config, "train.steps=4"), run_dir=tmp_path / "run", overwrite=True, quiet=True)
 
 
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how):
+    """A job that was started twice: the second one ends, and takes nothing from the first."""
+    train(started(config, "train.steps=4"), run_dir=tmp_path / "run", quiet=True)
+    other = RunFolder(tmp_path / "run")
+    other.hold()
+    unfinished = tmp_path / "run" / "checkpoints" / ".tmp-step-8"
+    unfinished.mkdir()
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="another process trains in this run folder"):
+        train(started(config, "train.steps=8"), run_dir=tmp_path / "run", quiet=True, **{how: True})
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    other.release()
+    assert train(started(config, "train.steps=8"), run_dir=tmp_path / "run", quiet=True, **{how: True}).steps == 8
+
+
 def test_a_lone_process_that_stands_still_tells_where_and_goes_on(tmp_path, capfd):
     def stands_still():
         time.sleep(0.9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -60,9 +61,8 @@ def torchrun(folder, what):
 
 def test_torchrun_brings_killed_processes_back_and_nothing_changes(tmp_path):
     said, steps, tasks = torchrun(tmp_path, "kill")
-    assert {line for line in said.splitlines() if line.startswith("attempt")} == {
-        f"attempt {a} of rank {r}" for a in range(3) for r in range(2)
-    }
+    # lines of two processes may share one
+    assert set(re.findall(r"attempt (\d) of rank (\d)", said)) == {(a, r) for a in "012" for r in "01"}, said
     assert "resumed at step 5" in said
     assert "resumed at step 10" in said
     _, calm_steps, calm_tasks = torchrun(tmp_path, "calm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -49,12 +50,13 @@ class RunFolder:
         self.nonfinite = path / "nonfinite"
         self.fitted = path / "fitted.json"
         self.checkpoints = CheckpointStore(path / "checkpoints", keep)
+        self._lock: int | None = None
 
     def check(self, resume: bool, overwrite: bool) -> bool:
         """Whether there is a checkpoint to continue from. Changes nothing but what an interrupted save of a checkpoint left behind.
 
-        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, it is no run folder, or all
-            its checkpoints are gone.
+        :raises CheckpointError: the folder holds something and neither ``resume`` nor ``overwrite`` was said, it is no run folder, another
+            process trains in it, or all its checkpoints are gone.
         """
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite exclude each other", where=str(self.path), fix="leave one of them out")
@@ -80,6 +82,8 @@ class RunFolder:
                 where=str(self.path),
                 fix="give another one: --run-dir",
             )
+        if holds:
+            self.hold()
         if resume:
             self.checkpoints.recover()
             gone = {} if self.checkpoints.steps() else self.checkpoints.gone()
@@ -95,14 +99,38 @@ class RunFolder:
     def create(self, config: Config, resume: bool) -> None:
         """Make the folder with its configuration, empty but for that unless ``resume``; call after `check`, when everything else about
         the run is known to be right. Killed at any point, it leaves a folder that `check` knows for one of a run."""
-        if self.path.exists() and not resume:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.hold()
+        if not resume:
             # the header last: it is what tells that the rest is a run's
             for path in sorted(self.path.iterdir(), key=lambda p: p == self.header):
                 if path != self.config:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        self.path.mkdir(parents=True, exist_ok=True)
         if not (resume and self.config.is_file()):
             self.write_config(config)
+
+    def hold(self) -> None:
+        """Until `release`, or the end of this process however it comes, nobody else can train here: they would save over each other.
+
+        :raises CheckpointError: another process does. A file system without locks keeps nobody out.
+        """
+        if self._lock is not None:
+            return
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            fix = "wait until it has ended, or give another folder: --run-dir"
+            raise CheckpointError("another process trains in this run folder", where=str(self.path), fix=fix) from None
+        except OSError as error:
+            _log.info("%s cannot be locked against other trainings: %s", self.path, error.strerror)
+
+    def release(self) -> None:
+        """Let others train here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_config(self, config: Config) -> None:
         replace_file(self.config, dump_toml(config))

@@ -73,6 +73,7 @@ class Trainer:
         policy, stop = use_policy(kernels.default, kernels.ops), StopRequest()
         with ExitStack() as stack:
             joined = stack.enter_context(runtime(self.config))
+            stack.callback(self.folder.release)
             self.stop, self.choices = stack.enter_context(stop), stack.enter_context(kernel_choices())
             stack.enter_context(policy)
             watch = Watchdog(joined.rank, joined.world, self.config.parallel.timeout_s, self.folder.path)

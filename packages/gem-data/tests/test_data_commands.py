@@ -91,6 +91,25 @@ def test_synth_again_gives_the_same_bytes(tmp_path):
     assert bytes_of(tmp_path / "a")["train.parquet"] != bytes_of(tmp_path / "c")["train.parquet"]
 
 
+def test_files_of_others_are_never_written_over(tmp_path):
+    """Neither a log that is there under a name of ours, nor a configuration that was edited."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    pq.write_table(pa.table({"mine": [1]}), logs / "train.parquet")
+    for words in (["synth", "--rows", 50], ["synth", "--rows", 50, "--partitions", 2], ["convert", "movielens", logs]):
+        with pytest.raises(DataError, match="would be written over: train"):
+            gemrec(*words, "--out", logs)
+    assert pq.read_table(logs / "train.parquet").to_pydict() == {"mine": [1]}
+    gemrec("synth", "--rows", 50, "--out", tmp_path / "ours")
+    gemrec("synth", "--rows", 50, "--partitions", 2, "--out", tmp_path / "ours")
+    config = tmp_path / "ours" / "config.toml"
+    edited = config.read_text() + "\n[train]\nsteps = 3\n"
+    config.write_text(edited)
+    with pytest.raises(DataError, match="was edited"):
+        gemrec("synth", "--rows", 60, "--out", tmp_path / "ours")
+    assert config.read_text() == edited
+
+
 def test_synth_refuses_an_unknown_law(tmp_path):
     with pytest.raises(ConfigError, match="no law 'normal'"):
         gemrec("synth", "--out", tmp_path, "--law", "normal")

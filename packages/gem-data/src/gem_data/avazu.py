@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from gem_core.config.features import Features, Label, Sparse
 from gem_core.errors import DataError
 from gem_data.lines import BadLines, Distinct, Rows, first_line, need, read_rows, regrouped, splits_of, stem_of, text_files
-from gem_data.writer import config_toml, write_parquet, write_text
+from gem_data.writer import config_toml, write_config, write_parquet
 
 HASHED = (
     "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model",
@@ -83,7 +83,7 @@ def convert(path: Path, out: Path, *, bad_lines: str = "error") -> dict[str, int
         },
         labels={"ctr": Label(column="click")},
     )
-    write_text(out / "config.toml", config_toml("avazu", features, splits_of(labelled), None, model=MODEL))
+    write_config(out, config_toml("avazu", features, splits_of(labelled), None, model=MODEL))
     return rows
 
 

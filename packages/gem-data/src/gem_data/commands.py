@@ -65,10 +65,12 @@ def synth(
     from gem_core.errors import ConfigError
     from gem_core.sources.synthetic import SyntheticConfig
     from gem_data.synth import write_partitions, write_synthetic
+    from gem_data.writer import check_free
 
     laws = ("lognormal", "uniform", "zipf", "pareto")
     if law not in laws:
         raise ConfigError(f"there is no law {law!r}", where="--law", fix=f"use {', '.join(laws)}")
+    check_free(out)
     length: dict[str, object] = {"law": law, "max": max_history}
     if law == "lognormal":
         length["mean"] = mean
@@ -112,7 +114,9 @@ def convert(
     """
     from gem_core.errors import ConfigError
     from gem_data import avazu, criteo, movielens, open_bandit, sequences
+    from gem_data.writer import check_free
 
+    check_free(out)
     logs = {"criteo": criteo, "avazu": avazu, "open-bandit": open_bandit}
     if form == "movielens":
         made = movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed)

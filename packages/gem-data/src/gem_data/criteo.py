@@ -24,7 +24,7 @@ import pyarrow as pa
 from gem_core.config.features import Dense, Features, Label, Sparse
 from gem_core.errors import DataError
 from gem_data.lines import BadLines, Distinct, first_line, read_rows, regrouped, splits_of, stem_of, text_files
-from gem_data.writer import config_toml, write_parquet, write_text
+from gem_data.writer import config_toml, write_config, write_parquet
 
 COUNTS = tuple(f"I{i}" for i in range(1, 14))
 CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
@@ -58,7 +58,7 @@ def convert(path: Path, out: Path, *, bad_lines: str = "error") -> dict[str, int
         sparse={name: Sparse(rows=sizes[name].rows(), hash=True, default=0) for name in CATEGORIES},
         labels={"ctr": Label(column="label")},
     )
-    write_text(out / "config.toml", config_toml("criteo", features, splits_of(labelled), None, model=MODEL))
+    write_config(out, config_toml("criteo", features, splits_of(labelled), None, model=MODEL))
     return rows
 
 

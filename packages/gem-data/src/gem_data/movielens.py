@@ -29,7 +29,7 @@ from gem_core.config.features import EventField, Features, Label, Sequence, Spar
 from gem_core.errors import DataError
 from gem_data.arrow import lists, plain
 from gem_data.block import flat_index
-from gem_data.writer import config_toml, write_parquet, write_text
+from gem_data.writer import config_toml, write_config, write_parquet
 
 Array = NDArray[Any]
 SPLITS = ("train", "valid", "test")
@@ -61,7 +61,7 @@ def convert(path: Path, out: Path, *, positions: int = 10, max_history: int = 51
         )
     rows = {split: write_parquet(out / f"{split}.parquet", table.schema, _row_groups(table)) for split, table in made.items()}
     splits = {"train": "train.parquet", "eval": "valid.parquet", "test": "test.parquet"}
-    write_text(out / "config.toml", config_toml(name, features_of(made), splits, "user_id"))
+    write_config(out, config_toml(name, features_of(made), splits, "user_id"))
     return rows
 
 

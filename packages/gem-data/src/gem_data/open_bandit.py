@@ -28,7 +28,7 @@ import pyarrow as pa
 from gem_core.config.features import Dense, Features, Label, Sparse, Vector
 from gem_core.errors import DataError
 from gem_data.lines import BadLines, Distinct, Rows, need, read_rows, regrouped
-from gem_data.writer import config_toml, write_parquet, write_text
+from gem_data.writer import config_toml, write_config, write_parquet
 
 USER = tuple(f"user_feature_{i}" for i in range(4))
 ITEM = tuple(f"item_feature_{i}" for i in range(1, 4))
@@ -62,7 +62,7 @@ def convert(path: Path, out: Path, *, bad_lines: str = "error") -> dict[str, int
             if first is None:
                 raise DataError("the log holds no sample", where=str(log), fix="use the file as it was distributed")
             rows[name] = write_parquet(out / f"{name}.parquet", first.schema, regrouped(chain([first], tables)))
-    write_text(out / "config.toml", config_toml("open-bandit", _features(seen), _splits(seen, list(rows)), None, model=MODEL))
+    write_config(out, config_toml("open-bandit", _features(seen), _splits(seen, list(rows)), None, model=MODEL))
     return rows
 
 

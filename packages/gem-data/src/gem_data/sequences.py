@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from gem_core.config.features import EventField, Features, NextItem, Sequence, Sparse, Table
 from gem_core.errors import ConfigError, DataError
 from gem_data.arrow import lists, plain
-from gem_data.writer import config_toml, write_parquet, write_text
+from gem_data.writer import config_toml, write_config, write_parquet
 
 Ints = NDArray[np.int64]
 ROW_GROUP = 8_192
@@ -99,7 +99,7 @@ def convert(
             rows[name] = write_parquet(out / f"{name}.parquet", named.schema, _row_groups(named))
     features = _features(kept, tables["test"], pad)
     held_names = {"train": "train.parquet", "eval": "valid.parquet" if "valid" in rows else "test.parquet", "test": "test.parquet"}
-    write_text(out / "config.toml", config_toml("next-item", features, held_names, None, model={"name": "sasrec"}))
+    write_config(out, config_toml("next-item", features, held_names, None, model={"name": "sasrec"}))
     return Converted(rows, kept.ids.size, int(np.unique(kept.items).size), short, padding)
 
 

@@ -17,7 +17,7 @@ from gem_core.sources.contract import TRUE_PROBABILITY
 from gem_core.sources.laws import histogram
 from gem_core.sources.planted import DENSE, PlantedLog, Samples
 from gem_core.sources.synthetic import HISTORY, SyntheticConfig, synthetic_features
-from gem_data.writer import config_toml, write_parquet, write_text
+from gem_data.writer import config_toml, write_config, write_parquet, write_text
 
 ROW_GROUP = 16_384
 _SPARSE = ("item", "category", "advertiser", "position", "device", "hour", "age", "country")
@@ -46,7 +46,7 @@ def write_synthetic(out: Path, config: SyntheticConfig) -> dict[str, int]:
         lengths[split] = histogram(np.concatenate(drawn))
     write_text(out / "lengths.json", json.dumps(lengths, indent=1) + "\n")
     splits = {split: f"{split}.parquet" for split in rows}
-    write_text(out / "config.toml", config_toml("synthetic", parquet_features(config), splits, "user_id"))
+    write_config(out, config_toml("synthetic", parquet_features(config), splits, "user_id"))
     return rows
 
 
@@ -76,7 +76,7 @@ def write_partitions(out: Path, config: SyntheticConfig, partitions: int) -> dic
         source="parquet-follow",
         evaluation={"before_training": True},
     )
-    write_text(out / "config.toml", text)
+    write_config(out, text)
     return rows
 
 

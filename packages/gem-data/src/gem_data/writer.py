@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ import tomli_w
 
 from gem_core.config.features import Features
 from gem_core.errors import DataError
+
+_HEAD = "# Run it where this file is, or name its folder"
 
 
 def write_parquet(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
@@ -68,8 +71,37 @@ def config_toml(
         "model": model or {"name": "gem", "preset": "tiny"},
         "eval": {**({"group": group} if group else {}), **(evaluation or {})},
     }
-    head = f"# Run it where this file is, or name its folder: gemrec train config.toml --set data.{source}.root=FOLDER\n\n"
-    return head + tomli_w.dumps({k: v for k, v in data.items() if v})
+    body = tomli_w.dumps({k: v for k, v in data.items() if v})
+    seal = f"# {zlib.crc32(body.encode()):08x}: a file that was edited is not written over"
+    return f"{_HEAD}: gemrec train config.toml --set data.{source}.root=FOLDER\n{seal}\n\n{body}"
+
+
+def check_free(out: Path) -> None:
+    """Before data is written with its configuration into ``out``: a folder of Parquet files that this package did not write is somebody's.
+
+    :raises DataError: it is one.
+    """
+    config = out / "config.toml"
+    if config.is_file() and config.read_bytes().startswith(_HEAD.encode()):
+        return
+    found = sorted(path.name for path in (*out.glob("*.parquet"), *out.glob("config.toml")))
+    if found:
+        fix = "choose another --out, or remove them"
+        raise DataError(f"the folder holds files that would be written over: {', '.join(found[:4])}", where=str(out), fix=fix)
+
+
+def write_config(out: Path, text: str) -> None:
+    """``config.toml`` of a folder of data.
+
+    :raises DataError: there is one that somebody has edited.
+    """
+    path = out / "config.toml"
+    there = path.read_bytes() if path.is_file() else text.encode()
+    head, _, body = there.partition(b"\n\n")
+    if there != text.encode() and f"# {zlib.crc32(body):08x}:".encode() not in head:
+        fix = "move it away and run the command again; the data is written already"
+        raise DataError("the configuration that is there was edited", where=str(path), fix=fix)
+    write_text(path, text)
 
 
 def write_text(path: Path, text: str) -> None:

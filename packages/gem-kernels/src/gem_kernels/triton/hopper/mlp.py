@@ -80,6 +80,9 @@ def _hidden(
     sums = torch.empty((8 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
     stages, buffers = plan(width, out)
     own = max(width, out) > 128  # the ring is short there
+    # a program adds up one chunk of 64 columns of dy; of narrower ones that was not timed
+    beside = want_db2 and own and slices >= out // 64
+    dy_sums = torch.empty((8 * walks, out if beside else 0), dtype=torch.float32, device=x.device)
     ring_rows = 64 if own else 128
     if rows:
         given, grad, up, down = (addressable(t) for t in (x, dy, w1.contiguous(), w2.contiguous()))
@@ -89,11 +92,12 @@ def _hidden(
             box(given, ring_rows, 64), box(grad, ring_rows, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
             *(t if t.is_contiguous() else None for t in (given, grad)), box(hidden, 64, BLOCK_H), box(dhidden, 64, BLOCK_H),
             b1, up.float().sum(1) if layer else None, mean, rstd,
-            sums if want_db1 else None, rows, slices, gain(act),
+            sums if want_db1 else None, dy_sums if beside else None, rows, slices, gain(act),
             HIDDEN=size, KX=width // 64, KD=out // 64, OWN=own, BLOCK_H=BLOCK_H, STAGES=stages, BUFFERS=buffers, ACT=act,
             FAST=fast(True, x.dtype), NORM=problem.option("norm") is not None, LAYER=layer, num_warps=4, maxnreg=168,
         )  # fmt: skip
     else:
         sums.zero_()
-    db2 = column_sum(dy) if want_db2 else sums.new_empty(0)
+        dy_sums.zero_()
+    db2 = column_sum(dy) if want_db2 and not beside else dy_sums.sum(0)
     return hidden, dhidden, sums.sum(0), db2

@@ -4,10 +4,13 @@ A program keeps BLOCK_H rows of w1 and columns of w2 in shared memory and walks 
 whose x and dy a producer streams in chunks of 64 columns; the products of one run while the other applies the activation:
 
     x chunks ─► z = x w1ᵀ      ┐
-    dy chunks ─► da = dy w2     ├─► hidden = act(z), dhidden = da · act'(z), by TMA; column sums of dhidden stay in registers to the end
+    dy chunks ─► da = dy w2     ├─► hidden = act(z), dhidden = da · act'(z), by TMA; column sums of dhidden stay in registers to the end,
+                                    and of one chunk of dy, another one in each of the programs that walk over the same rows
 
 OWN: each warpgroup has a producer and a ring of its own, so that neither waits for the other.
 """
+
+# ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
 
 from __future__ import annotations
 
@@ -81,8 +84,23 @@ def _row_pairs(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _four_rows(x):
+    """[16, 64] of x [64, 64]: rows 16 apart, which one thread holds, added up."""
+    return gl.sum(gl.reshape(x, [4, 16, 64]), 0)
+
+
+@gluon.jit
+def _store_parts(to, x, place, first, WIDTH: gl.constexpr):
+    """Sums ``x [4, COLUMNS]``, a row a warp, into rows 4 · place and on of ``to [.., WIDTH]``, from column ``first`` on."""
+    layout: gl.constexpr = x.type.layout
+    row = place * 4 + gl.arange(0, 4, layout=gl.SliceLayout(1, layout))
+    column = first + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    gl.store(to + row[:, None] * WIDTH + column[None, :], x)
+
+
+@gluon.jit
 def _consumer(
-    hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer, w_full, full, empty,
+    hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer, w_full, full, empty,
     rows, gain,
     WHO: gl.constexpr, HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
@@ -99,6 +117,9 @@ def _consumer(
         b1 += h
     if LAYER:
         column_sum += h
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    chunk = gl.program_id(0) % slices
+    dy_sums = _four_rows(gl.full([64, 64], 0.0, gl.float32, flat))
     sums = _row_pairs(gl.full([64, BLOCK_H], 0.0, gl.float32, layout), BLOCK_H)
     mbarrier.wait(w_full.index(0), 0)
     step = 0
@@ -120,6 +141,9 @@ def _consumer(
             stage = (step + c) % STAGES
             mbarrier.wait(full.index(base + stage), (step + c) // STAGES & 1)
             da = warpgroup_mma(_own_rows(slots, base + stage, WHO, OWN), w2_slots.index(c), da, use_acc=c > 0, is_async=True)
+        if db2 is not None:
+            if chunk < KD:
+                dy_sums += _four_rows(_own_rows(slots, base + (step + chunk) % STAGES, WHO, OWN).load(flat).to(gl.float32))
         da = warpgroup_mma_wait(0, deps=(da,))
         for c in gl.static_range(KD):
             mbarrier.arrive(empty.index(base + (step + c) % STAGES), count=1)
@@ -152,24 +176,22 @@ def _consumer(
         fence_async_shared()
         tma.async_copy_shared_to_global(dhidden, [m, h], second)
     if db1 is not None:
-        found = gl.sum(sums, 1)
-        found_layout: gl.constexpr = found.type.layout
-        warp = gl.arange(0, 4, layout=gl.SliceLayout(1, found_layout))
-        column = h + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, found_layout))
-        part = (gl.program_id(0) // slices * 2 + WHO) * 4 + warp
-        gl.store(db1 + part[:, None] * HIDDEN + column[None, :], found)
+        _store_parts(db1, gl.sum(sums, 1), gl.program_id(0) // slices * 2 + WHO, h, HIDDEN)
+    if db2 is not None:
+        if chunk < KD:
+            _store_parts(db2, gl.sum(gl.reshape(dy_sums, [4, 4, 64]), 1), gl.program_id(0) // slices * 2 + WHO, chunk * 64, KD * 64)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["rows", "slices"])
 def hopper_mlp_bwd_kernel(
-    x, dy, w1, w2, x_rows, dy_rows, hidden, dhidden, b1, column_sum, mean, rstd, db1, rows, slices, gain,
+    x, dy, w1, w2, x_rows, dy_rows, hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, rows, slices, gain,
     HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """hidden, dhidden [rows, HIDDEN]; db1 [8 · programs / slices, HIDDEN]. KX, KD: widths of x and dy in chunks of 64 columns. ``x_rows``,
-    ``dy_rows``: plain pointers to x and dy where they are contiguous."""
+    """hidden, dhidden [rows, HIDDEN]; db1, db2 [8 · programs / slices, HIDDEN or KD · 64], None where not wanted; db2 needs slices >= KD.
+    KX, KD: widths of x and dy in chunks of 64 columns. ``x_rows``, ``dy_rows``: plain pointers to x and dy where they are contiguous."""
     row_tiles = (rows + 127) // 128
     dtype: gl.constexpr = x.dtype
     RINGS: gl.constexpr = 2 if OWN else 1
@@ -188,14 +210,14 @@ def hopper_mlp_bwd_kernel(
             (
                 _consumer,
                 (
-                    hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
+                    hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
                     w_full, full, empty, rows, gain, 0, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
                 ),
             ),
             (
                 _consumer,
                 (
-                    hidden, dhidden, b1, column_sum, mean, rstd, db1, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
+                    hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
                     w_full, full, empty, rows, gain, 1, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
                 ),
             ),

@@ -46,6 +46,7 @@ def block_attention(
     :param rotary: (cos, sin), each ``[P, D/2]`` fp32, applied to q, k **and** v (even D = Dv); they get no gradient. The table's row is the
         position within the sample (P >= the longest sample), or ``rotary_rows [N]`` int for per-event angles.
     :return: ``[N, H, Dv]`` in q's dtype; rows past the last offset are 0.
+    :raises OpError: shapes or dtypes that do not fit, or an implementation that was asked for and cannot do the problem.
     """
     q, k, v = autocast(q, k, v)
     _check_shapes(q, k, v, offsets, block_size, rotary, rotary_rows)

@@ -33,12 +33,18 @@ def problem_of(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Probl
 
 
 def available(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, bool, str]]:
-    """(name, supported, reason) of every implementation for the call ``op(*args, **kwargs)``, in the order of automatic choice."""
+    """(name, supported, reason) of every implementation for the call ``op(*args, **kwargs)``, in the order of automatic choice.
+
+    :raises OpError: arguments that the op refuses.
+    """
     return dispatch.table(problem_of(op, *args, **kwargs))
 
 
 def explain(op: str | Callable[..., Any], *args: Any, backend: str | None = None, **kwargs: Any) -> str:
-    """Which implementation the call would use under the policy in force, and what became of the others, as lines of text."""
+    """Which implementation the call would use under the policy in force, and what became of the others, as lines of text.
+
+    :raises OpError: arguments that the op refuses.
+    """
     problem = problem_of(op, *args, **kwargs)
     choice = dispatch.policy().backend(problem.op) if backend is None else backend
     try:

@@ -36,6 +36,8 @@ def mlp(
     :param x: ``[..., in]``. :param w1: ``[hidden, in]``. :param w2: ``[out, hidden]``. :param b1: ``[hidden]``. :param b2: ``[out]``.
     :param activation: a name of `gem_core.ops.activations.ACTIVATIONS`. :param norm: None, "rms" or "layer".
     :return: ``[..., out]`` in x's dtype; with ``residual`` the pair (that, x′). Under autocast all float32 tensors are cast.
+    :raises OpError: shapes or dtypes that do not fit, an unknown activation or norm, or an implementation that was asked for
+        and cannot do the problem.
     """
     x, w1, b1, w2, b2, residual = autocast(x, w1, b1, w2, b2, residual)
     check_rows(OP, x, residual)

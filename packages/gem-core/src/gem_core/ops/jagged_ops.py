@@ -37,6 +37,7 @@ def jagged_concat(parts: Sequence[Part], *, backend: str | None = None) -> Part:
 
     :param parts: pairs (values ``[N_i, ...]``, offsets ``[B+1]``) with one B, one row shape and one dtype (any).
     :return: values ``[ΣN_i, ...]`` (slack rows of the parts become zero rows at the end) and offsets ``[B+1]``.
+    :raises OpError: parts of different B, row shape or dtype.
     """
     op = "jagged_concat"
     if not parts:
@@ -71,6 +72,7 @@ def jagged_split(
     :param values: ``[N, ...]``. :param offsets: ``[B+1]``. :param lengths: ``[B]`` int, 0 <= lengths[b] <= length of sample b.
     :param first_rows: sum of ``lengths`` where the host knows it. None: read on CPU; elsewhere both results have N rows, surplus rows last.
     :return: (values, offsets) of the first parts, (values, offsets) of the rests.
+    :raises OpError: shapes that do not fit.
     """
     op = "jagged_split"
     _check_part(op, "values", values, offsets)
@@ -89,13 +91,19 @@ def jagged_split(
 
 
 def jagged_sum(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
-    """Sum of each sample's rows: ``[N, ...]`` to ``[B, ...]``, accumulated in fp32 (fp64 for fp64); 0 for an empty sample."""
+    """Sum of each sample's rows: ``[N, ...]`` to ``[B, ...]``, accumulated in fp32 (fp64 for fp64); 0 for an empty sample.
+
+    :raises OpError: shapes that do not fit.
+    """
     _check_part("jagged_sum", "values", values, offsets)
     return torch.ops.gem.jagged_sum.default(values, offsets, _spec("jagged_sum", (values,), backend))
 
 
 def jagged_mean(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
-    """Mean of each sample's rows: ``[N, ...]`` float to ``[B, ...]``, accumulated in fp32 (fp64 for fp64); 0 for an empty sample."""
+    """Mean of each sample's rows: ``[N, ...]`` float to ``[B, ...]``, accumulated in fp32 (fp64 for fp64); 0 for an empty sample.
+
+    :raises OpError: shapes that do not fit, or integers.
+    """
     _check_part("jagged_mean", "values", values, offsets)
     checks.require(
         values.is_floating_point(), "jagged_mean", "values", "values have dtype {}", values.dtype, fix="cast them to a float dtype"
@@ -107,6 +115,7 @@ def jagged_expand(values: Tensor, offsets: Tensor, *, rows: int | None = None, b
     """Repeat a sample's value for each of its rows: ``[B, ...]`` to ``[rows, ...]``; rows past the last offset are 0.
 
     :param rows: N of the packed tensor that ``offsets [B+1]`` belong to. None: read on CPU, an error elsewhere.
+    :raises OpError: shapes that do not fit, or ``rows`` unknown on a device.
     """
     op = "jagged_expand"
     checks.check_offsets_arg(op, "offsets", offsets, values)
@@ -126,7 +135,10 @@ def jagged_expand(values: Tensor, offsets: Tensor, *, rows: int | None = None, b
 
 
 def jagged_to_padded(values: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0, *, backend: str | None = None) -> Tensor:
-    """``[N, ...]`` to ``[B, max_len, ...]``, rows past a sample's end set to ``fill``; a sample longer than ``max_len`` is an error."""
+    """``[N, ...]`` to ``[B, max_len, ...]``, rows past a sample's end set to ``fill``; a sample longer than ``max_len`` is an error.
+
+    :raises OpError: shapes that do not fit.
+    """
     op = "jagged_to_padded"
     _check_part(op, "values", values, offsets)
     checks.require(max_len >= 0, op, "max_len", "max_len is {}", max_len)
@@ -138,6 +150,7 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, *, rows: int | None = None
     """``[B, M, ...]`` to ``[rows, ...]``, the first length(b) rows of each sample; a sample longer than M is an error.
 
     :param rows: last offset where the host knows it. None: read on CPU; elsewhere B·M, surplus rows (zeros) last.
+    :raises OpError: shapes that do not fit.
     """
     op = "padded_to_jagged"
     checks.check_offsets_arg(op, "offsets", offsets, padded)

@@ -44,6 +44,7 @@ def norm_gdpa(
     :param q: ``[Nq, H, D]``. :param k: ``[Nk, H, D]``. :param v: ``[Nk, H, D]``. :param q_offsets: ``[B+1]``; ``k_offsets=None`` means the
         same. Activation, scales and bounds as in `gdpa`.
     :return: ``[Nq, H, D]`` in q's dtype; rows past the last offset are 0. A sample without keys gives RMSNorm(LN(q)) + q.
+    :raises OpError: heads or widths that differ, or an implementation that was asked for and cannot do the problem.
     """
     q, k, v = autocast(q, k, v)
     k_offsets = q_offsets if k_offsets is None else k_offsets

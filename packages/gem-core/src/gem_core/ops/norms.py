@@ -44,6 +44,7 @@ def norm(
     :param weight: ``[C]``. :param bias: ``[C]``; both may have another float dtype than x.
     :param residual: shape and dtype of x.
     :return: ``[..., C]`` in x's dtype; with ``residual`` the pair (that, x + residual).
+    :raises OpError: shapes or dtypes that do not fit, or an implementation that was asked for and cannot do the problem.
     """
     op = "norm"
     check_rows(op, x, residual)
@@ -74,6 +75,8 @@ def norm_linear(
     :param through: return the pair (result, x) and use this x from then on, as for a skip connection: its gradient is added where that of
         the norm is computed, not in a pass of its own. Not together with ``residual``.
     :return: ``[..., N]`` in x's dtype; with ``residual`` the pair (that, x + residual). Under autocast x, residual, w and b are cast.
+    :raises OpError: shapes or dtypes that do not fit, ``through`` with ``residual``, or an implementation that was asked for
+        and cannot do the problem.
     """
     op = "norm_linear"
     if through and residual is not None:
@@ -133,6 +136,7 @@ def linear_norm(
 
     :param x: ``[..., K]``. :param w: ``[N, K]``. :param b: ``[N]``, w's dtype. :param norm_weight: ``[N]``. :param norm_bias: ``[N]``.
     :return: ``[..., N]`` in x's dtype. Under autocast x, w and b are cast.
+    :raises OpError: shapes or dtypes that do not fit, or an implementation that was asked for and cannot do the problem.
     """
     op = "linear_norm"
     x, w, b = autocast(x, w, b)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
-from gem_core.model.layers import NormLinear
+from gem_core.model.pooling import SeedPooling
 from gem_core.model.rows import Rows
-from gem_core.model.sequence import SelfAttention
 from gem_core.ops import dispatch, siblings
 from gem_kernels.triton import attention
 from gem_kernels.triton.attention import column_sums
@@ -34,7 +33,6 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def _where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(column_sums, "ROWS_EACH", 0)
-    monkeypatch.setattr(column_sums, "BESIDE_SPLIT", True)
     with nullcontext() if DEVICE == "cuda" else on_cpu():
         yield
 
@@ -89,22 +87,6 @@ LENGTHS = (0, 1, 64, 65, 130, 700, 128, 0, 333)
 
 
 @on_hopper
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (40, 3)}], ids=["full", "causal", "window"])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_hopper_self_attention(op: str, d: int, mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """dQ, dK and dV of one projection: tiles of less than 64 rows, rows that see no key, several heads a program; repeats agree."""
-    monkeypatch.setattr("gem_kernels.triton.hopper.launch.choose", lambda *_: {"GLUON": 1, "FUSED": 0, "BLOCK_N": 64, "STAGES": 3})
-    n = sum(LENGTHS)
-    qkv = _draw(n + 5, 3, 5, d, seed=1, dtype=BF16, used=n).requires_grad_()
-    offsets = {"q": _offsets(LENGTHS), "k": _offsets(LENGTHS)}
-    more = {"max_q_len": 700, "max_k_len": 700, "backend": "hopper-only", **mask}
-    grads = [_gradients(op, qkv.unbind(1), [], offsets, **more) for _ in range(2)]
-    _agrees(grads[0], 1e-5)
-    assert torch.equal(siblings.sums_of(grads[0][0]), siblings.sums_of(grads[1][0]))
-
-
-@on_hopper
 @pytest.mark.parametrize("op", ["gdpa", "norm_gdpa"])
 def test_hopper_few_keys(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 128 keys in one kernel: samples without keys and without rows."""
@@ -119,11 +101,13 @@ def test_hopper_few_keys(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = getattr(ops, op)(q, *(parts := kv.unbind(1)), *offsets.values(), **more)
     grads = torch.autograd.grad(out, (q, *parts), _draw(*out.shape, seed=9, dtype=BF16))
     _agrees(grads[1:], 1e-5)
+    again = torch.autograd.grad(getattr(ops, op)(q, *parts, *offsets.values(), **more), parts, _draw(*out.shape, seed=9, dtype=BF16))
+    assert torch.equal(siblings.sums_of(grads[1]), siblings.sums_of(again[0]))
 
 
-@on_hopper
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter of Triton 3.6 multiplies bf16 bit patterns")
 def test_bias_gradient_of_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of self-attention's q, k and v: without a product with ones, and that of float64."""
+    """Of the pooling's keys and values: without a product with ones, and that of float64."""
     from gem_kernels.triton.dense import norm_linear
 
     read: list[Tensor | None] = []
@@ -136,15 +120,14 @@ def test_bias_gradient_of_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_linear, "column_sum", noting)
     torch.manual_seed(0)
     lengths = (40, 0, 700, 129)
-    module = SelfAttention(256, 2, 128).cuda()
+    module = SeedPooling(256, 2, 128, 64, seeds=32).cuda()
     s = torch.randn(sum(lengths), 256, device="cuda")
     rows = Rows(_offsets(lengths), sum(lengths), 700)
     grads = []
     for dtype in (BF16, torch.float64):
         made = module.to(dtype)
         made.zero_grad()
-        made(s.to(dtype), rows).square().mean().backward()
-        assert isinstance(made.qkv, NormLinear)
-        grads.append(made.qkv.linear.bias.grad.double())
+        made(s.to(dtype), rows)[0].square().mean().backward()
+        grads.append(made.kv.linear.bias.grad.double())
     assert read[0] is not None
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 2e-2

@@ -104,13 +104,13 @@ class _Backward:
         # slices of one tensor where q, k and v are those of one projection
         keys = self.need_keys or (p.targets and not p.shared and self.need_q) or scheme != "split"
         needs = self.need_q or scheme != "split", keys, keys
-        (self.dq, dk, dv), self.sums = column_sums.empty_grads(x, x.batch, needs, of_q=False, offered=scheme == "q_resident")
+        (self.dq, dk, dv), self.sums = column_sums.empty_grads(x, x.batch, needs, offered=scheme == "q_resident")
         dq = None
         d_position = d_time = None
         d_target_k, d_target_v = self._own(dk, dv) if p.targets else (None, None)
         if scheme == "q_resident":
             dq = self._query_side("attention.q_resident", dk, dv)
-            self.sums.leave(dq, dk, dv)
+            self.sums.leave(dk, dv)
         elif scheme == "split":
             if self.need_q and self.need_bias:
                 dq = self.dq
@@ -162,7 +162,7 @@ class _Backward:
         q, k, v, dout = descriptors(tma, (x.q, m), (x.k, meta["BLOCK_N"]), (x.v, meta["BLOCK_N"]), (self.dout, m))
         launch(
             attention_bwd_dq_kernel, (grid or grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
-            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, self.sums.zeros(1), self.sums.zeros(2),
+            q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, *self.sums.zeros(),
             *x.sample_args(self.ds_own, x.target_k), *x.bias_args(m, meta["BLOCK_N"], tma),
             x.act_ids, tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k),

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.common import (
     LOG2E,
-    add_column_sums,
     alive,
     fill_rows,
     folded_value_and_slope,
@@ -169,7 +168,7 @@ def _add_tile(
 @gluon.jit
 def _consumer(
     table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
-    act_ids, dk_sums, dv_sums, left, right, scale, ds_scale, dv_scale,
+    act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
@@ -231,10 +230,6 @@ def _consumer(
             k_tile.store((dk_acc * ds_scale).to(dtype))
             v_tile.store((dv_acc * dv_scale).to(dtype))
             fence_async_shared()
-            if dk_sums is not None:
-                to = ((gl.program_id(0) * 2 + WHO) * (4 * HKV) + kv_head) * D
-                add_column_sums(dk_sums + to, k_tile, lk - own, HKV * D)
-                add_column_sums(dv_sums + to, v_tile, lk - own, HKV * D)
         else:
             # No key of this half belongs to the sample: keep the ring going.
             step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
@@ -245,14 +240,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "left", "right"])
 def hopper_bwd_dkdv_kernel(
-    q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets, act_ids, dk_sums, dv_sums,
+    q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets, act_ids,
     batch, rows, k_rows, left, right,
     scale, ds_scale, dv_scale, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     AHEAD: gl.constexpr, BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """``dk_sums``, ``dv_sums`` ``[8 · programs, HKV · D]`` fp32, or None: to each program's rows the columns of its tiles are added."""
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
     fill_rows(dv, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -276,7 +270,7 @@ def hopper_bwd_dkdv_kernel(
                     _consumer,
                     (
                         table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
-                        act_ids, dk_sums, dv_sums, left, right, scale, ds_scale, dv_scale,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
                         0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
@@ -284,7 +278,7 @@ def hopper_bwd_dkdv_kernel(
                     _consumer,
                     (
                         table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
-                        act_ids, dk_sums, dv_sums, left, right, scale, ds_scale, dv_scale,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
                         1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
@@ -314,7 +308,7 @@ def hopper_bwd_dkdv_kernel(
                     _consumer,
                     (
                         table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
-                        act_ids, dk_sums, dv_sums, left, right, scale, ds_scale, dv_scale,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
                         0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
@@ -322,7 +316,7 @@ def hopper_bwd_dkdv_kernel(
                     _consumer,
                     (
                         table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
-                        act_ids, dk_sums, dv_sums, left, right, scale, ds_scale, dv_scale,
+                        act_ids, left, right, scale, ds_scale, dv_scale,
                         1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.common import (
-    add_column_sums,
     alive,
     column_range,
     fill_rows,
@@ -177,7 +176,7 @@ def _row_sums(o_rows, do_tile, lse_i, delta, i, lq, delta_scale, wide: gl.conste
 @gluon.jit
 def _consumer(
     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, q_full, done, k_full, k_empty, v_full, v_empty,
-    act_ids, dq_sums, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -262,8 +261,6 @@ def _consumer(
                 step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
             q_tile.store((acc * ds_scale).to(dtype))
             fence_async_shared()
-            if dq_sums is not None:
-                add_column_sums(dq_sums + ((gl.program_id(0) * 2 + WHO) * (4 * H) + head) * D, q_tile, lq - own, H * D)
         else:
             # No row of this half belongs to the sample.
             mbarrier.wait(q_full.index(slot), tile // HELD & 1)
@@ -275,14 +272,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["batch", "rows", "left", "right"])
 def hopper_bwd_dq_kernel(
-    q, k, v, dout, dq_box, dq, out, lse, delta, table, tile_count, q_offsets, act_ids, dq_sums, batch, rows, left, right,
+    q, k, v, dout, dq_box, dq, out, lse, delta, table, tile_count, q_offsets, act_ids, batch, rows, left, right,
     scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr, TRANSPOSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """``dq_sums [8 · programs, H · D]`` fp32, or None: to each program's rows the columns of its tiles of dQ are added."""
     if q_offsets is not None:
         fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
     total = gl.load(tile_count) * H
@@ -307,7 +303,7 @@ def hopper_bwd_dq_kernel(
                 (
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
-                    act_ids, dq_sums, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+                    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
                     0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, REGS, TRANSPOSED,
                 ),
             ),
@@ -316,7 +312,7 @@ def hopper_bwd_dq_kernel(
                 (
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
-                    act_ids, dq_sums, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+                    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
                     1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, REGS, TRANSPOSED,
                 ),
             ),

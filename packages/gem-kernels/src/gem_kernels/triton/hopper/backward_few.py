@@ -180,7 +180,7 @@ def hopper_bwd_few_kernel(
     H: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
     ADDS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """``dk_sums``, ``dv_sums``: as of `backward_dkdv`."""
+    """``dk_sums``, ``dv_sums`` ``[8 · programs, H · D]`` fp32, or None: to each program's rows the columns of its tiles are added."""
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, H * D, num_warps)
     fill_rows(dv, used, k_rows.to(gl.int64), stride_dk, 0.0, H * D, num_warps)

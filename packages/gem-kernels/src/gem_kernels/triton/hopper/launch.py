@@ -249,7 +249,7 @@ def _wide(x: Inputs, _results: Saved, dout: Tensor) -> Saved:
 
 def _slope_sum(
     x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor, Tensor], result: Tensor, tiles: TileList, table: Tensor,
-    offsets: Tensor | None, config: Config, softmax: Saved = (None, None, None), transposed: bool = False, sums: Tensor | None = None,
+    offsets: Tensor | None, config: Config, softmax: Saved = (None, None, None), transposed: bool = False,
 ) -> None:  # fmt: skip
     """dQ = dS K, dS = act'(Q Kᵀ) ∘ dO Vᵀ, or dK = dSᵀ Q with ``transposed``. ``softmax`` has O, lse and delta, which is written."""
     from gem_kernels.triton.hopper.backward_dq import hopper_bwd_dq_kernel
@@ -260,7 +260,7 @@ def _slope_sum(
     launch(
         hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
-        table, tiles.count, offsets, x.act_ids, sums, x.batch, result.shape[0], p.left, p.right,
+        table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
         H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "REGS": 0, **config}, **_constants(x),
     )  # fmt: skip
@@ -273,7 +273,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     p = x.plan
     out, lse = results if p.softmax else (None, None)
     dout = _addressable(dense_columns(dout))
-    (dq, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, offered=column_sums.BESIDE_SPLIT)
+    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
     if p.broadcast:
         dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
@@ -283,21 +283,20 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
 
     def query_side(config: Config) -> None:
         table = _table(rows, x.q_offsets, x.k_offsets, x.q_len)
-        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, table, x.q_offsets, config, (out, lse, delta), sums=sums.zeros(0))
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, table, x.q_offsets, config, (out, lse, delta))
 
     def key_side(config: Config) -> None:
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, keys.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
             _table(keys, x.k_offsets, x.q_offsets, x.q_len, keep=not p.broadcast), keys.count, x.k_offsets, x.act_ids,
-            sums.zeros(1), sums.zeros(2), x.batch, x.out_rows, x.k.shape[0],
+            x.batch, x.out_rows, x.k.shape[0],
             p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dk.stride(0),
             HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.dq", _query_side, query_side)
     choose_and_run(x, "hopper.dkdv", _key_side, key_side)
-    sums.leave(dq, dk, dv)
     return dq.unflatten(0, (x.batch, x.q_len)).sum(0) if p.broadcast else dq, dk, dv
 
 
@@ -375,7 +374,7 @@ def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:
     from gem_kernels.triton.hopper.backward_few import hopper_bwd_few_kernel
 
     p = x.plan
-    (own, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, (dq is None, True, True), of_q=False)
+    (own, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, (dq is None, True, True))
     to = own if dq is None else dq
     tiles = x.sample_tiles(x.q_offsets)
     constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW", "GROUP", "SOFTMAX")}
@@ -383,9 +382,9 @@ def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:
         hopper_bwd_few_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(to, 64), _box(dk, 64), _box(dv, 64),
         to, dk, dv, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
-        sums.zeros(1), sums.zeros(2),
+        *sums.zeros(),
         x.batch, x.out_rows, x.k.shape[0], p.scale, _slope_scale(p), _value_scale(p), to.stride(0), dk.stride(0),
         H=p.heads, STAGES=2, ADDS=dq is not None, **constants,
     )  # fmt: skip
-    sums.leave(to, dk, dv)
+    sums.leave(dk, dv)
     return to, dk, dv

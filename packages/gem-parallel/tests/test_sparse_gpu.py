@@ -9,7 +9,7 @@ pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed")
 
 from gem_core.config.schema import TableOptimizer
 from gem_core.errors import ConfigError
-from gem_parallel.sparse.engines import build_engine
+from gem_parallel.sparse.engines import TorchEngine, build_engine
 from gem_parallel.sparse.rowwise import RowwiseOptions
 from gem_parallel.sparse.simulate import Simulator, groups_of, joined, run_rank, toy_tables
 
@@ -105,6 +105,11 @@ def test_small_updates_survive_in_expectation(device, dtype):
         if (device, kernel) == ("cpu", "fbgemm"):
             with pytest.raises(ConfigError, match="round 16-bit tables to nearest"):
                 build_engine(kernel, 10, DIM, dtype, torch.device(device), RowwiseOptions())
+            continue
+        if (device, kernel, dtype) == ("cuda", "fbgemm", "bf16"):
+            with pytest.raises(ConfigError, match="read fp32 and fp16 tables"):
+                build_engine(kernel, 10, DIM, dtype, torch.device(device), RowwiseOptions())
+            assert isinstance(build_engine("auto", 10, DIM, dtype, torch.device(device), RowwiseOptions()), TorchEngine)
             continue
         step = 2.0**-10 if dtype == "fp16" else 2.0**-7
         engine = build_engine(kernel, 4000, DIM, dtype, torch.device(device), RowwiseOptions(lr=1e5 * step, eps=0.0))

@@ -54,7 +54,7 @@ class Gem2dConfig(_OutputConfig):
         "torchrec: gather before backward, reduce-scatter after the next forward",
     )
     exchange: Literal["whole", "touched"] = Field("whole", description="what travels between replicas: all rows, or those used this step")
-    kernel: Literal["auto", "fbgemm", "torch"] = Field("auto", description="auto: FBGEMM on CUDA, PyTorch's look-ups on the CPU")
+    kernel: Literal["auto", "fbgemm", "torch"] = Field("auto", description="auto: FBGEMM for fp32 and fp16 tables on CUDA, PyTorch else")
     sharding: Literal["auto", "row", "table"] = Field("auto", description="over the model axis; auto: rows where a table is large")
     unit_mb: int = Field(1024, gt=0, description="tables of one width are gathered in units of about this size")
     chunks: int = Field(1, gt=0, description="row chunks in which a unit's collectives are issued; more: shorter ones, and more of them")

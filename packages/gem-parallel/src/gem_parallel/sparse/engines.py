@@ -79,6 +79,12 @@ class TbeEngine:
                 f"FBGEMM needs table widths that are multiples of 4, a table has {dim}", where="features", fix="change its dim"
             )
         self.options, self.cuda, self.output = options, device.type == "cuda", output
+        if self.cuda and dtype == "bf16":
+            raise ConfigError(
+                "FBGEMM's CUDA kernels read fp32 and fp16 tables, and a table is bf16",
+                where="parallel",
+                fix='choose dtype = "fp16" or "fp32", or with sparse = "gem-2d" kernel = "torch"',
+            )
         if self.cuda:
             where = {"hbm": "DEVICE", "uvm": "MANAGED", "uvm_caching": "MANAGED_CACHING"}[placement]
             location, compute = common.EmbeddingLocation[where], training.ComputeDevice.CUDA
@@ -158,9 +164,10 @@ class TbeEngine:
 Engine = TorchEngine | TbeEngine
 
 
-def engine_for(kernel: str, device: torch.device) -> str:
-    """ "auto" is FBGEMM on CUDA and PyTorch elsewhere."""
-    return ("fbgemm" if device.type == "cuda" else "torch") if kernel == "auto" else kernel
+def engine_for(kernel: str, device: torch.device, dtype: str = "fp32") -> str:
+    """ "auto" is FBGEMM on CUDA, for tables that it reads there, and PyTorch elsewhere."""
+    reads = device.type == "cuda" and dtype != "bf16"
+    return ("fbgemm" if reads else "torch") if kernel == "auto" else kernel
 
 
 def build_engine(
@@ -175,7 +182,7 @@ def build_engine(
     output: torch.dtype = torch.float32,
 ) -> Engine:
     """``output``: dtype of looked-up rows and of the gradients that are given."""
-    if engine_for(kernel, device) == "torch":
+    if engine_for(kernel, device, dtype) == "torch":
         engine = TorchEngine(rows, dim, dtype, device, options, placement)
         engine.output = output
         return engine

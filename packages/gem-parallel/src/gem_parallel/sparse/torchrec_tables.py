@@ -84,6 +84,13 @@ class TorchrecTables(nn.Module):
                 "TorchRec needs a process group, even for one process", fix="start with torchrun (--nproc-per-node 1 for one process)"
             )
         self.options = placed(tables, config, strategy)
+        unread = [name for name, option in self.options.items() if option.dtype == "bf16" and self.device.type == "cuda"]
+        if unread:
+            raise ConfigError(
+                f"FBGEMM's CUDA kernels read fp32 and fp16 tables, and table {unread[0]!r} is bf16",
+                where=f"parallel.{strategy}",
+                fix='choose dtype = "fp16" or "fp32", or sparse = "gem-2d", which reads bf16 tables by PyTorch',
+            )
         self.optimizer = RowwiseOptions()
         self.alias = {t.name: f"t{i}" for i, t in enumerate(tables.tables)}
         self.steps = 0

@@ -33,7 +33,7 @@ from gem_core.train.mesh import Mesh
 from gem_parallel.collectives import gatherer, topology
 from gem_parallel.sparse.comm import Axes, axes
 from gem_parallel.sparse.config import FbgemmConfig, Gem2dConfig
-from gem_parallel.sparse.engines import DTYPES, TorchEngine, build_engine, engine_for
+from gem_parallel.sparse.engines import DTYPES, TorchEngine, build_engine
 from gem_parallel.sparse.exchange import Asked, Demand, Routes, Sizes
 from gem_parallel.sparse.initial import draw
 from gem_parallel.sparse.layout import arrange
@@ -115,17 +115,18 @@ class Tables2d(nn.Module):
         self.layout = arrange(
             tables, options, where.model, where.replica, chunks=self.chunks, unit_bytes=config.unit_mb << 20 if own_state else None
         )
-        self.kernel = engine_for(config.kernel, where.device)
         self.gathered_by = ""
         self.routes = Routes(tables, self.layout, where, output)
         units = self.layout.units[where.model_rank]
         copies = where.replica if self.whole else 1
         engines = [
             build_engine(
-                self.kernel, u.rows * copies, u.dim, u.dtype, where.device, self.options, u.placement, config.cache_fraction, output
+                config.kernel, u.rows * copies, u.dim, u.dtype, where.device, self.options, u.placement, config.cache_fraction, output
             )
             for u in units
         ]  # fmt: skip
+        kinds = {"torch" if isinstance(engine, TorchEngine) else "fbgemm" for engine in engines}
+        self.kernel = " and ".join(sorted(kinds)) or config.kernel
         for engine in engines:
             if isinstance(engine, TorchEngine):  # replicas must round independently, or their mean keeps the noise of one
                 engine.generator.manual_seed((torch.initial_seed() + 7919 * (where.replica_rank + 1)) % 2**63)
@@ -193,13 +194,13 @@ class Tables2d(nn.Module):
                 unit.scatter()
         for unit in self.whole_units:
             unit.settle()
-        for touched in self.touched_units:
-            touched.engine.flush()
+        for held in self._units():
+            held.engine.flush()
         self._release()
 
     def state_loaded(self) -> None:
-        for touched in self.touched_units:
-            cache = getattr(getattr(touched.engine, "module", None), "reset_cache_states", None)
+        for held in self._units():
+            cache = getattr(getattr(held.engine, "module", None), "reset_cache_states", None)
             if cache is not None:
                 cache()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gem_core.hookspecs import KernelSpec
 
-_FAMILIES = ("attention", "hopper", "lowp", "dense", "block", "jagged", "adamw")
+_FAMILIES = ("attention", "hopper", "lowp", "dense", "block", "jagged", "adamw", "tokens")
 
 
 def specs() -> list[KernelSpec]:

@@ -18,7 +18,7 @@ MOST = 4
 """Experts whose gradients a program reads."""
 HELD = 1 << 14
 """Values of the weight's gradient that a program holds in registers, in fp32."""
-FORWARD: dict[str, Any] = {"BLOCK": 64, "num_warps": 8, "num_stages": 2}
+FORWARD: dict[str, Any] = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 PROGRAMS = 1
 """Programs of the backward pass for each multiprocessor, which has registers for no more."""
 BACKWARD: dict[str, Any] = {"BLOCK": 64, "num_warps": 8, "num_stages": 1}

@@ -145,7 +145,7 @@ def attention_bwd_bias_kernel(
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + head)
-        tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M, TMA)
+        tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M)
         acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
 
         for x in tl.range(0, blocks):
@@ -154,7 +154,7 @@ def attention_bwd_bias_kernel(
             j = n0 + tl.arange(0, BLOCK_N)
             k_tile = load_rows(k, k_row, n0, h, kv_head, stride_kn, stride_kh, BLOCK_N, D, D_PAD, TMA)
             v_tile = load_rows(v, k_row, n0, h, kv_head, stride_vn, stride_vh, BLOCK_N, DV, DV_PAD, TMA)
-            tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N, TMA)
+            tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             s = add_bias(

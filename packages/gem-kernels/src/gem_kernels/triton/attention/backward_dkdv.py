@@ -109,7 +109,7 @@ def walk_queries(
     shift = h + t - lq
     j = n0 + tl.arange(0, BLOCK_N)
     n1 = tl.minimum(n0 + BLOCK_N, h)
-    tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N, TMA)
+    tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N)
     blocks, walk_head, walk_first, walk_last, walk_tail = query_walk(
         n0, n1, shift, lq, t, h, c, left, right, BLOCK_M, CAUSAL, WINDOW, CONTEXT, TARGETS
     )
@@ -139,7 +139,7 @@ def walk_queries(
         p_min = tl.minimum(m0 + shift, h)
         p_max = tl.minimum(tl.minimum(m0 + BLOCK_M, lq) - 1 + shift, h)
         if BIAS:
-            tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M, TMA)
+            tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M)
             s = add_bias(
                 s * scale, p[None, :], i[None, :], j[:, None], n0 - p_max, n1 - 1 - p_min,
                 tq[None, :], tk[:, None], tq_low, tq_high, tk_low, tk_high, lq, h, q_row, k_row, head,

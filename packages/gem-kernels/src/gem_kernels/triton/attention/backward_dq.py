@@ -97,7 +97,7 @@ def attention_bwd_dq_kernel(
         act_id = 0
         if act_ids is not None:
             act_id = tl.load(act_ids + head)
-        tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M, TMA)
+        tq, tq_low, tq_high = load_times(q_relative, q_row, m0, lq, BLOCK_M)
         if SUMS:
             dk_sum = tl.zeros([BLOCK_N, D_PAD], tl.float32)
             dv_sum = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
@@ -110,7 +110,7 @@ def attention_bwd_dq_kernel(
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             j = n0 + tl.arange(0, BLOCK_N)
             if BIAS:
-                tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N, TMA)
+                tk, tk_low, tk_high = load_times(k_relative, k_row, n0, h, BLOCK_N)
                 s = add_bias(
                     s * scale, p[:, None], i[:, None], j[None, :], n0 - p_max, tl.minimum(n0 + BLOCK_N, h) - 1 - p_min,
                     tq[:, None], tk[None, :], tq_low, tq_high, tk_low, tk_high, lq, h, q_row, k_row, head,

@@ -24,20 +24,14 @@ _FEW = tl.constexpr(4)
 
 
 @triton.jit
-def load_times(times, row0, start, rows, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """Relative times of rows start .. start + BLOCK of a sample of ``rows`` rows, and their smallest and largest; zeros without times.
-
-    Of rows past the end, any that are allowed. A descriptor, because other loads would be repeated for every layout.
-    """
+def load_times(times, row0, start, rows, BLOCK: tl.constexpr):
+    """Relative times of rows start .. start + BLOCK of a sample of ``rows`` rows, and their smallest and largest; zeros without times."""
     i = start + tl.arange(0, BLOCK)
     if times is None:
         return i, tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     else:
         live = i < rows
-        if TMA:
-            t = times.load([(row0 + start).to(tl.int32)])
-        else:
-            t = tl.load(times + row0 + i, live, 0)
+        t = tl.load(times + row0 + i, live, 0)
         return t, tl.min(tl.where(live, t, FAR), 0), tl.max(tl.where(live, t, -FAR), 0)
 
 

@@ -151,5 +151,5 @@ def bias(kernel: str, p: Plan, info: DeviceInfo) -> list[Config]:
         return [_config(16, 16, 4, 1, PERSISTENT=4, LANES=False)]
     found = [_config(32, 32, 4, 2, TMA=info.tma, PERSISTENT=2, LANES=False)]
     if info.key == "sm_90" and max(p.d_pad, p.dv_pad) <= 128:
-        found = [_config(64, n, 4, 2, TMA=info.tma, PERSISTENT=2, LANES=True) for n in (32, 64)] + found
+        found += [_config(64, n, 4, 2, TMA=info.tma, PERSISTENT=2, LANES=True) for n in (32, 64)]
     return found

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_core.ops.contracts import GDPA
 from gem_kernels.triton.attention.activations import IDS
@@ -93,15 +92,12 @@ class Inputs:
         t = self.tables
         return (None,) * 5 if t is None else (t.position, t.time, self.bias_time_edges, self.q_times, self.k_times)
 
-    def bias_args(self, m: int, n: int, tma: bool) -> tuple[Any, ...]:
-        """bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative of a kernel with m x n tiles."""
+    def bias_args(self) -> tuple[Any, ...]:
+        """bias_position, bias_time, time_index, time_edges, q_times, k_times, q_relative, k_relative of a kernel."""
         t = self.tables
         if t is None:
             return (None,) * 8
-        relative: list[Any] = [t.q_times, t.k_times]
-        if tma and t.k_times is not None:
-            relative = [TensorDescriptor(x, x.shape, [1], [rows]) for x, rows in zip(relative, (m, n))]
-        return t.position, t.time, t.index, self.bias_time_edges, self.q_times, self.k_times, *relative
+        return t.position, t.time, t.index, self.bias_time_edges, self.q_times, self.k_times, t.q_times, t.k_times
 
     @property
     def row_block(self) -> int:

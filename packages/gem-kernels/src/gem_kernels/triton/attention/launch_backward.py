@@ -163,7 +163,7 @@ class _Backward:
         launch(
             attention_bwd_dq_kernel, (grid or grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
             q, k, v, self.out, dout, self.lse, self.delta, dq, dk, dv, *self.sums.zeros(),
-            *x.sample_args(self.ds_own, x.target_k), *x.bias_args(m, meta["BLOCK_N"], tma),
+            *x.sample_args(self.ds_own, x.target_k), *x.bias_args(),
             x.act_ids, tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.out, self.dout), *(dq.stride()[-3:-1]), *row_strides(dk, dv, x.target_k),
             *bias_strides(x), x.batch, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
@@ -199,7 +199,7 @@ class _Backward:
         launch(
             attention_bwd_dkdv_kernel, (grid_size(tiles.bound, p.kv_heads, persistent, x.info.sms),), x.device,
             q, k, v, dout, self.lse, self.delta, dq, dq_box, dk, dv,
-            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(m, n, tma), x.act_ids,
+            x.q_offsets, x.k_offsets, x.num_targets, x.context_len, x.kv_index, order, first, *x.bias_args(), x.act_ids,
             tiles.tiles, tiles.count,
             *row_strides(x.q, x.k, x.v, self.dout, dq, dk, dv), *bias_strides(x),
             x.batch, x.requests, x.q_len, x.out_rows, x.k.shape[0], p.left, p.right, x.radius, x.edges,
@@ -255,7 +255,7 @@ class _Backward:
             launch(
                 attention_bwd_bias_kernel, (programs * p.heads,), x.device,
                 q, k, v, self.out, dout, self.lse, self.delta, dq, partial,
-                *x.sample_args(self.ds_own, x.target_k), *x.bias_args(m, n, tma), x.act_ids, tiles.tiles, tiles.count,
+                *x.sample_args(self.ds_own, x.target_k), *x.bias_args(), x.act_ids, tiles.tiles, tiles.count,
                 *row_strides(x.q, x.k, x.v, self.out, self.dout, dq, x.target_k), *bias_strides(x),
                 x.batch, x.out_rows, p.left, p.right, x.radius, x.edges, width, p.scale, self.ds_scale, self.delta_scale,
                 **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, PAD=PAD, TMA=tma, **sums, **meta,

@@ -66,7 +66,7 @@ def _stream(x: Inputs, out: Tensor, lse: Tensor | None, config: Config, *, subtr
     own = _own_scores(x) if p.targets else None
     launch(
         attention_fwd_kernel, (grid_size(tiles.bound, p.heads, persistent, x.info.sms),), x.device,
-        q, k, v, out, lse, *x.sample_args(own, x.target_v), *x.bias_args(m, n, tma), x.act_ids, tiles.tiles, tiles.count,
+        q, k, v, out, lse, *x.sample_args(own, x.target_v), *x.bias_args(), x.act_ids, tiles.tiles, tiles.count,
         *row_strides(x.q, x.k, x.v, out, x.target_v), *bias_strides(x),
         x.batch, x.q_len, x.out_rows, p.left, p.right, x.radius, x.edges, p.scale, p.out_scale * p.folded_gain,
         **p.constants(x.info.nvidia), TIME_STEPS=x.time_steps, SUBTRACT=subtract, POSITIVE=p.scale > 0, TMA=tma, **meta,

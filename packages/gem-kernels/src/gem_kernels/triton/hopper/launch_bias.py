@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gem_core.ops.contract import YES, Problem, Supported, no
+from gem_core.ops.contract import Problem
 from gem_kernels.triton.attention import column_sums, launch_backward, launch_forward, warp_sums
 from gem_kernels.triton.attention.bias_tables import PAD
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns
 from gem_kernels.triton.attention.plan import Plan, plan
 from gem_kernels.triton.attention.schedule import TileList
-from gem_kernels.triton.common.configs import Config
+from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo
 from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.hopper.launch import _addressable, _box, _nothing
@@ -24,15 +25,7 @@ _BINS = 32
 _FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
 
 
-def supports(problem: Problem) -> Supported:
-    """What the family's own checks leave: causal or full attention with positions and times, each sample with keys of its own."""
-    p = plan(problem)
-    if not p.bias or not p.time or p.shared or p.context or p.window or p.broadcast:
-        return no("relative bias with times, and without windows, context or request sharing")
-    return YES
-
-
-def forward(problem: Problem, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, tensors: tuple[Tensor | None, ...], gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
     """Output ``[rows, H, D]`` and, for softmax, lse ``[H, rows]`` (else None)."""
     p = plan(problem)
     x = Inputs(p, tensors)
@@ -43,34 +36,62 @@ def forward(problem: Problem, tensors: tuple[Tensor | None, ...]) -> tuple[Tenso
     x.q, x.k, x.v = (_addressable(t) for t in (x.q, x.k, x.v))
     if p.targets:
         x.target_k, x.target_v = x.k, x.v
-    choose_and_run(x, "hopper.bias_forward", candidates, lambda config: _forward(x, out, lse, config))
+
+    def run(config: Config) -> None:
+        if config["GLUON"]:
+            _forward(x, out, lse, config)
+        else:
+            launch_forward.fill(x, out, lse)
+
+    _choose(x, "hopper.bias_forward", gluon_only, run)
     return out, lse
 
 
-def backward(problem: Problem, saved: tuple[Tensor | None, ...], dout: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def _choose(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -> None:
+    facts = (*x.plan.facts, ("only", only))
+    run(choose(kernel, facts, x.info, lambda: candidates(kernel, only), run))
+
+
+def candidates(kernel: str, only: bool) -> list[Config]:
+    """For hopper.bias_forward and hopper.bias_backward: with ``only`` these kernels, else the portable ones unless a rule says that these
+    were measured to be faster."""
+    found: list[Config] = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}]
+    if kernel == "hopper.bias_backward":
+        found = [{"GLUON": 1}]
+    return found if only else [{"GLUON": 0}, *found]
+
+
+def backward(
+    problem: Problem, saved: tuple[Tensor | None, ...], dout: Tensor, needs: tuple[bool, ...], gluon_only: bool = False
+) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, target_k, target_v, bias_position, bias_time, None where not needed."""
     p = plan(problem)
     x = Inputs(p, saved[:18])
     if _nothing(x) or not all(needs[:3]) or not (needs[5] and needs[6]) or row_width(x) > launch_backward._WIDEST_ROW:
         return launch_backward.backward(problem, saved, dout, needs)
+    found: list[tuple[Tensor | None, ...]] = []
+
+    def run(config: Config) -> None:
+        gluon = config["GLUON"]
+        found[:] = [_backward(x, saved[18:], dout, needs) if gluon else launch_backward.backward(problem, saved, dout, needs)]
+
+    _choose(x, "hopper.bias_backward", gluon_only, run)
+    return found[0]
+
+
+def _backward(x: Inputs, results: tuple[Tensor | None, ...], dout: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    p = x.plan
     x.q, x.k, x.v = (_addressable(t) for t in (x.q, x.k, x.v))
     if p.targets:
         x.target_k, x.target_v = x.k, x.v
-    out, lse = saved[18:] if p.softmax else (None, None)
+    out, lse = results if p.softmax else (None, None)
     pass_ = launch_backward._Backward(x, out, lse, _addressable(dense_columns(dout)), needs)
     (pass_.dq, dk, dv), pass_.sums = column_sums.empty_grads(x, x.batch, (True, True, True), of_q=False, offered=False)
     if p.targets:
         pass_._own(dk, dv)
     tables: list[Tensor] = []
     choose_and_run(x, "hopper.bias_dq", dq_candidates, lambda config: tables.__setitem__(slice(None), _dq(pass_, config)))
-
-    def key_side(config: Config) -> None:
-        if config["GLUON"]:
-            _dkdv(pass_, dk, dv, config)
-        else:
-            pass_._key_side("attention.dkdv", 0, None, dk, dv)
-
-    choose_and_run(x, "hopper.bias_dkdv", dkdv_candidates, key_side)
+    choose_and_run(x, "hopper.bias_dkdv", dkdv_candidates, lambda config: _dkdv(pass_, dk, dv, config))
     return pass_.dq, dk, dv, None, None, *tables
 
 
@@ -83,7 +104,7 @@ def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"GLUON": 1, "STAGES": 2, "HELD": 2}, {"GLUON": 0}]
+    return [{"STAGES": 2, "HELD": 2}, {"STAGES": 3, "HELD": 1}]
 
 
 def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:
@@ -100,7 +121,7 @@ def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Conf
         t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, x.act_ids,
         x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, p.scale * p.out_scale * left, p.out_scale * value, dk.stride(0),
         *bias_strides(x),
-        HKV=p.kv_heads, TIME_STEPS=x.time_steps, STAGES=config["STAGES"], HELD=config["HELD"], **constants(p),
+        HKV=p.kv_heads, TIME_STEPS=x.time_steps, **constants(p), **config,
     )  # fmt: skip
 
 
@@ -110,7 +131,7 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
     x, p, n, t = pass_.x, pass_.x.plan, config["BLOCK_N"], pass_.x.tables
     tiles = x.q_tiles(_ROWS)
     width = row_width(x)
-    programs = min(x.info.sms // p.heads, tiles.bound)
+    programs = max(1, min(x.info.sms // p.heads, tiles.bound))
     partial = torch.zeros(programs, p.heads, 10, width, dtype=torch.float32, device=x.device)
     config = config | {"BINS": config["BINS"] and x.edges < _BINS}
     folded = _folded(p)
@@ -130,10 +151,6 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
     return list(launch_backward.bias_gradients(x, partial.sum((0, 2)) * (p.out_scale * left)))
 
 
-def candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 3}, {"BLOCK_N": 128, "STAGES": 2}]
-
-
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
     from gem_kernels.triton.hopper.forward_bias import hopper_bias_fwd_kernel
 
@@ -143,12 +160,12 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     v = x.v if p.targets else None
     folded = _folded(p)
     launch(
-        hopper_bias_fwd_kernel, (min(x.info.sms // p.heads * p.heads, tiles.bound * p.heads),), x.device,
+        hopper_bias_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table(x, tiles), tiles.count, x.q_offsets,
         t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, own, v, x.act_ids,
         x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 if folded else p.folded_gain), out.stride(0),
         *bias_strides(x), x.v.stride(0), x.v.stride(1),
-        H=p.heads, TIME_STEPS=x.time_steps, **constants(p), **config,
+        H=p.heads, TIME_STEPS=x.time_steps, **constants(p), BLOCK_N=n, STAGES=config["STAGES"],
     )  # fmt: skip
 
 

@@ -62,17 +62,15 @@ def supports(problem: Problem, only: bool = False) -> Supported:
         return no(f"head widths D = Dv of {', '.join(map(str, _WIDTHS))}; they are {d} and {dv}")
     if only and d == 256 and (problem.op != "gdpa" or problem.dim("H") != problem.dim("Hkv") or problem.option("broadcast_q")):
         return no("gradients of 256 columns for gdpa with a key head for every query head, queries not shared")
-    answer = _beyond(problem, only)
+    answer = _beyond(problem)
     return _dialect() if answer else answer
 
 
-def _beyond(problem: Problem, only: bool) -> Supported:
+def _beyond(problem: Problem) -> Supported:
     """Of what goes beyond masks: relative bias by position and time, with or without candidates."""
     found = problem.present & _BEYOND
     if not found:
         return YES
-    if not only:
-        return no("no bias, candidates, context or request sharing")
     if not found >= _BIAS:
         return no("candidates only with a relative bias by position and time, bias only by both")
     if found - _BIAS - {"num_targets"} or problem.option("window") is not None or problem.dim("D") > 128:
@@ -85,7 +83,7 @@ def forward(problem: Problem, *tensors: Tensor | None, only: bool = False) -> tu
     if problem.present & _BEYOND:
         from gem_kernels.triton.hopper.launch_bias import forward as run_biased
 
-        out, lse = run_biased(problem, tensors)
+        out, lse = run_biased(problem, tensors, only)
     else:
         from gem_kernels.triton.hopper.launch import forward as run
 
@@ -102,7 +100,7 @@ def backward(
     if problem.present & _BEYOND:
         from gem_kernels.triton.hopper.launch_bias import backward as run_biased
 
-        return run_biased(problem, saved, dout, needs)
+        return run_biased(problem, saved, dout, needs, only)
     from gem_kernels.triton.hopper.launch import backward as run
 
     return run(problem, saved, dout, needs, only)

@@ -196,12 +196,14 @@ class _RowsLinear(torch.autograd.Function):
 
 
 def _many(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # first, since a question for the rows would compile anew for each answer
+        return False
     return x.is_cuda and x.dim() == 2 and x.shape[0] >= MANY_ROWS and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def rows_linear(linear: nn.Module, x: Tensor) -> Tensor:
     """``linear(x)`` of rows ``[N, in]``."""
-    if _many(x) and type(linear) is nn.Linear and not torch.compiler.is_compiling():
+    if _many(x) and type(linear) is nn.Linear:
         w, b = linear.weight, linear.bias
         if w.dtype == x.dtype and b is not None and b.dtype == x.dtype:
             return _RowsLinear.apply(x, w, b)
@@ -236,7 +238,7 @@ def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dro
     dropped = dropout is not None and dropout.p and dropout.training
     if not dropped and hasattr(linear, "added"):
         return linear.added(x, residual)  # type: ignore[no-any-return]
-    if _many(x) and type(linear) is nn.Linear and not dropped and not torch.compiler.is_compiling():
+    if _many(x) and type(linear) is nn.Linear and not dropped:
         w, b = linear.weight, linear.bias
         if b is not None and {w.dtype, b.dtype, residual.dtype} == {x.dtype} and (run := add_linear.implementation(x, w)) is not None:
             return _AddedLinear.apply(run, residual, x, w, b)  # type: ignore[no-any-return]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.ops import siblings
 from gem_core.ops.contract import Problem
-from gem_kernels.triton.attention import column_sums, launch_backward, launch_forward, warp_sums
+from gem_kernels.triton.attention import launch_backward, launch_forward, warp_sums
 from gem_kernels.triton.attention.bias_tables import PAD
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns
 from gem_kernels.triton.attention.plan import Plan, plan
@@ -86,7 +87,7 @@ def _backward(x: Inputs, results: tuple[Tensor | None, ...], dout: Tensor, needs
         x.target_k, x.target_v = x.k, x.v
     out, lse = results if p.softmax else (None, None)
     pass_ = launch_backward._Backward(x, out, lse, _addressable(dense_columns(dout)), needs)
-    (pass_.dq, dk, dv), pass_.sums = column_sums.empty_grads(x, x.batch, (True, True, True), of_q=False, offered=False)
+    pass_.dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
     if p.targets:
         pass_._own(dk, dv)
     tables: list[Tensor] = []

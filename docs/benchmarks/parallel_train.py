@@ -198,6 +198,9 @@ class Run:
                 step.set_lr(1.0)
                 parts.module.train()
             for turn in range(-1, steps):
+                late = time.monotonic() - self.began > self.args.budget
+                if turn > 1 and rt.count([late])[0]:
+                    break
                 for way in range(len(rows)) if turn % 2 else reversed(range(len(rows))):
                     step, outcomes = ways[way][0], Outcomes(rt.device)
                     rt.count([True])

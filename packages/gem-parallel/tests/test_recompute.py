@@ -242,11 +242,11 @@ def test_a_planned_run_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 class Costs:
     """Stands in for a GPU: a step's time and peak follow from the modules that recompute; pooling costs nearly nothing and frees a lot, and
-    what the last layer makes again is there at the peak. Attention and PFFN of one layer disturb each other, which no profile shows."""
+    what the last layer makes again is there at the peak. ``uneven``: what it costs that layers differ, which no profile shows."""
 
     gain: ClassVar = {"attention": 4 << 30, "pffn": 2 << 30, "pools": 3 << 30}
     cost: ClassVar = {"attention": 8.0, "pffn": 6.0, "pools": 0.5}
-    disturbed = 0.0
+    uneven = 0.0
 
     def __init__(self) -> None:
         self.parts = SimpleNamespace(model=tiny())
@@ -260,7 +260,8 @@ class Costs:
 
     def measure(self, steps: int, warmup: int) -> tuple[float, int]:
         kinds = [(next(k for k in self.gain if k in name), name.startswith("layers.1")) for name in self.modules]
-        ms = 100.0 + sum(self.cost[k] for k, _ in kinds) + self.disturbed * (len({k for k, _ in kinds}) == 1)
+        first, second = ({k for k, last in kinds if last == which} for which in (False, True))
+        ms = 100.0 + sum(self.cost[k] for k, _ in kinds) + self.uneven * (first != second)
         return ms, (60 << 30) - sum(self.gain[k] for k, last in kinds if not last)
 
 
@@ -272,18 +273,18 @@ def test_what_is_picked_by_return_is_never_worse_than_a_uniform_budget() -> None
     for row in found["uniform"]:
         assert row["picked GiB"] <= row["peak GiB"]
         assert row["picked ms"] <= 100 + (row["step ms"] - 100) / 2, row
-    assert all(row["peak GiB"] <= row["within"] + 1e-6 for row in found["proposed"])
     assert any(row["on the front"] for row in found["proposed"])
     assert not any(row["on the front"] for row in found["uniform"] if row["recomputed"] != "nothing")
 
 
 def test_a_uniform_budget_is_picked_where_proposals_are_slower() -> None:
     costs = Costs()
-    costs.disturbed = -40.0
+    costs.uneven = 40.0
     (found,) = bench.run(costs, 1, 0, 1, lambda line: None)  # type: ignore[arg-type]
     for row in found["uniform"]:
+        assert row["picked ms"] == row["step ms"] or "x 2" in row["picked at that peak"], row
         assert row["picked ms"] <= row["step ms"], row
-    assert any(row["picked at that peak"] == row["recomputed"] for row in found["uniform"])
+    assert any(row["picked at that peak"] == row["recomputed"] for row in found["uniform"][1:])
 
 
 def test_the_benchmark_leaves_what_a_recipe_put_in_the_place_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@
 
 Every set of regions (attention, feed-forward, pooling, ...) is recomputed in all layers at once: the uniform budgets, and at the same time
 the profile: what a set saves and costs a layer. The last layer is profiled apart: its backward pass comes first, when nothing has been
-freed, so that what it makes again is there at the peak. A knapsack then proposes a set for every layer so that the step is as fast as
-possible within the memory of each uniform budget that no other one beats, and between them. Proposals are measured, and for every uniform
-budget the fastest that fits is picked, the uniform one itself unless another is faster by `CLEARLY`; ``--rounds`` more of measurements say
-what the picks are worth. Take a batch whose step the device bounds, not the host: what is recomputed is launched again.
+freed, so that what it makes again is there at the peak. Proposed are every set in all layers but the last, and what a knapsack gives: a set
+for every layer so that the step is as fast as possible within the memory of each uniform budget that no other one beats, and between them.
+Proposals are measured, and for every uniform budget the fastest that fits is picked, the uniform one itself unless another is faster by
+`CLEARLY`; ``--rounds`` more of measurements say what the picks are worth. Take a batch whose step the device bounds, not the host: what is
+recomputed is launched again.
 """
 
 from __future__ import annotations
@@ -131,19 +132,18 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any, until: flo
         say(f"{_told(parts, picks)}: {ms:.1f} ms, {size / 2**30:.2f} GiB")
 
     uniform = {some: (some,) * len(layers) for some in sets}
-    for _ in range(2):
-        for picks in uniform.values():
-            measured(picks)
-    profile = {some: (median(t for t, _ in rows[picks]), rows[picks][0][1]) for some, picks in uniform.items()}
+    for picks in uniform.values():
+        measured(picks)
+    profile = {some: rows[picks][0] for some, picks in uniform.items()}
     proposals = _proposals(bench, layers, sets, profile)
-    for picks in dict.fromkeys(proposals.values()):
+    for picks in proposals:
         if picks not in rows:
             measured(picks)
     first = {picks: (median(t for t, _ in found), max(p for _, p in found)) for picks, found in rows.items()}
     picked = {some: _picked(first, picks) for some, picks in uniform.items()}
     before = {picks: len(found) for picks, found in rows.items()}
     for _ in range(rounds):
-        for picks in dict.fromkeys([*picked.values(), *uniform.values(), *proposals.values()]):
+        for picks in dict.fromkeys([*picked.values(), *uniform.values()]):
             if time.monotonic() < until:
                 measured(picks)
         last = {picks: found[before[picks] :] or found for picks, found in rows.items()}
@@ -152,9 +152,9 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any, until: flo
 
 def _proposals(
     bench: Bench, layers: Sequence[nn.Module], sets: Sequence[tuple[str, ...]], profile: Mapping[tuple[str, ...], tuple[float, int]]
-) -> dict[float, Picks]:
-    """By budget (bytes of peak memory), what the knapsack gives from what every set saves and costs a layer. ``profile``: milliseconds and
-    peak of every set in all layers."""
+) -> list[Picks]:
+    """Every set in all layers but the last, and what the knapsack gives from what every set saves and costs a layer. ``profile``:
+    milliseconds and peak of every set in all layers."""
     count, (fastest, full) = len(layers), profile[()]
 
     def peak_of(inner: tuple[str, ...], last: tuple[str, ...]) -> int:
@@ -169,12 +169,12 @@ def _proposals(
     groups = [[(most[place] - saved[s][place], max(0.0, (profile[s][0] - fastest) / count)) for s in sets] for place in (0, 1)]
     least = full - (count - 1) * most[0] - most[1]
     peaks = sorted({p for t, p in profile.values() if not any(u <= t and q < p for u, q in profile.values())})
-    found: dict[float, Picks] = {}
+    found: list[Picks] = [(*[some] * (count - 1), ()) for some in sets]
     for budget in sorted({*peaks, *((a + b) / 2 for a, b in zip(peaks, peaks[1:]))}, reverse=True):
         picks = choose([*[groups[0]] * (count - 1), groups[1]], budget - least + 1.0)
         if picks is not None:
-            found[budget] = tuple(sets[i] for i in picks)
-    return found
+            found.append(tuple(sets[i] for i in picks))
+    return list(dict.fromkeys(found))
 
 
 def _picked(measured: Mapping[Picks, tuple[float, int]], uniform: Picks) -> Picks:
@@ -193,7 +193,7 @@ def _report(
     rows: Mapping[Picks, Sequence[tuple[float, int]]],
     parts: Sequence[str],
     uniform: Mapping[tuple[str, ...], Picks],
-    proposals: Mapping[float, Picks],
+    proposals: Sequence[Picks],
     picked: Mapping[tuple[str, ...], Picks],
     off: Mapping[str, float],
     same: bool,
@@ -209,7 +209,7 @@ def _report(
             {"parameters": "same" if same else "differ", "off when repeated": off["repeated"], "off recomputed": off["recomputed"]}
         ],
         "uniform": [row("uniform", picks) for picks in uniform.values()],
-        "proposed": [row("proposed", picks, within=budget / 2**30) for budget, picks in proposals.items()],
+        "proposed": [row("proposed", picks) for picks in proposals],
     }
     for line, some in zip(found["uniform"], uniform):
         pick = row("picked", picked[some])

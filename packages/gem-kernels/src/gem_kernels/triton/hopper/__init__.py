@@ -4,7 +4,7 @@
 |---|---|
 | `spec` | the implementations offered, and what each supports |
 | `common` | work list, boxes and barriers that the kernels share |
-| `forward`, `backward_dq`, `backward_dkdv`, `backward_fused`, `backward_few`, `backward_one` | the kernels |
+| `forward`, `backward_dq`, `backward_dkdv`, `backward_few` | the kernels |
 | `launch` | from tensors to launches, and which of these kernels are worth it where |
 
 What the kernels compute, and the meaning of plans, masks and activations, is `gem_kernels.triton.attention`'s.

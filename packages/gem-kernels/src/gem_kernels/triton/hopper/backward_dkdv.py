@@ -293,7 +293,7 @@ def hopper_bwd_dkdv_kernel(
                     statistics,
                     (
                         lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-                        HKV, GROUP, CAUSAL, WINDOW, STAGES, False,
+                        HKV, GROUP, CAUSAL, WINDOW, STAGES,
                     ),
                 ),
                 (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD)),

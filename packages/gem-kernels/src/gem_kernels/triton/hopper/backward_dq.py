@@ -179,7 +179,7 @@ def _consumer(
     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -220,12 +220,6 @@ def _consumer(
             at_row = head.to(gl.int64) * rows + row
             if SOFTMAX and AHEAD < 2:
                 lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-            q_held = q_tile
-            do_held = do_tile
-            if REGS:
-                q_held = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
-            if REGS == 2:
-                do_held = do_tile.load(gl.DotOperandLayout(0, s_layout, 2))
             acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             if CAUSAL or WINDOW:
                 step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
@@ -233,23 +227,23 @@ def _consumer(
                 s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
                 dp = s
                 if AHEAD:
-                    s = _score(q_held, k_slots, k_full, step, 0, s, STAGES)
+                    s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
                 if AHEAD == 2:
-                    dp = _score(do_held, v_slots, v_full, step, 1, dp, STAGES)
+                    dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
                 lse_x = lse_i
                 delta_x = delta_i
                 if SOFTMAX and AHEAD == 2:
                     lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
                 for x in range(begin, end - 1 if AHEAD else end):
                     s, dp, acc = _add_tile(
-                        s, dp, acc, q_held, do_held, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                         step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id,
                         SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
                     )  # fmt: skip
                     step += 1
                 if AHEAD:
                     _s, _dp, acc = _add_tile(
-                        s, dp, acc, q_held, do_held, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                         step, end - 1, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id,
                         SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
                     )  # fmt: skip
@@ -276,7 +270,7 @@ def hopper_bwd_dq_kernel(
     scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
@@ -304,7 +298,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, REGS, TRANSPOSED,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
                 ),
             ),
             (
@@ -313,7 +307,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, REGS, TRANSPOSED,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
                 ),
             ),
             (

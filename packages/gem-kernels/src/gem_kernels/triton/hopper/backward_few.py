@@ -2,7 +2,7 @@
 
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q, and what these 64 keys give to dQ = dS K
 
-Other than in `backward_fused`, no warpgroup waits for the other's dS: the first one writes its share of dQ (with ADDS, adds it to what is
+No warpgroup waits for the other's dS: the first one writes its share of dQ (with ADDS, adds it to what is
 there), the second one adds its own by TMA once the first one's has arrived, always in this order. So the second one falls a tile behind,
 and the products of one run while the other applies the activation. dK and dV leave through the slots of K and V, of which the next item
 has others.

@@ -251,11 +251,8 @@ def seen_by(i, j, lq, lk, left, right, CAUSAL: gl.constexpr, WINDOW: gl.constexp
 
 
 @gluon.jit
-def query_range(
-    n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, UNSEEING: gl.constexpr = False
-):  # fmt: skip
-    """Of keys n0 .. n1: (first block of query rows that see one of them, one past the last). With UNSEEING the first keys get the rows that
-    see no key, too."""
+def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Of keys n0 .. n1: (first block of query rows that see one of them, one past the last)."""
     shift = lk - lq
     lo = n0 * 0
     hi = lq
@@ -265,16 +262,7 @@ def query_range(
         lo = gl.maximum(lo, n0 - right - shift)
         hi = gl.minimum(hi, n1 + left - shift)
     first = lo // BLOCK_M
-    last = gl.maximum((gl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M, first)
-    if UNSEEING and (CAUSAL or WINDOW):
-        first = gl.where(n0 == 0, 0, first)
-    return first, last
-
-
-@gluon.jit
-def key_parts(lk):
-    """Tiles of 128 keys of a sample; one without keys has one too, for the zeros that are written there."""
-    return gl.maximum((lk + 127) // 128, 1)
+    return first, gl.maximum((gl.maximum(hi, 0) + BLOCK_M - 1) // BLOCK_M, first)
 
 
 @gluon.jit
@@ -342,29 +330,27 @@ def folded_value_and_slope(s, scale, FOLDED: gl.constexpr):
 @gluon.jit
 def statistics(
     lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """lse in powers of two and delta of every query tile, into shared memory beside Q; with WHOLE once for each key tile of the sample."""
+    """lse in powers of two and delta of every query tile, into shared memory beside Q."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     step = 0
     for n in range(items(total)):
         item = item_at(n)
         kv_head = item % HKV
         _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
-        for part in range(key_parts(lk) if WHOLE else 1):
-            begin = n0 + part * 128
-            first, last = query_range(begin, gl.minimum(begin + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW, WHOLE)
-            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-                for x in range(first, last):
-                    i = x * 64 + gl.arange(0, 64, layout=layout)
-                    at = head.to(gl.int64) * rows + q_row + i
-                    lse_i = gl.load(lse + at, i < lq, float("-inf"))
-                    delta_i = gl.load(delta + at, i < lq, 0.0)
-                    # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
-                    lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-                    stage = step % STAGES
-                    mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
-                    lse_slots.index(stage).store(lse_i)
-                    delta_slots.index(stage).store(delta_i)
-                    mbarrier.arrive(q_full.index(stage), count=1)
-                    step += 1
+        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            for x in range(first, last):
+                i = x * 64 + gl.arange(0, 64, layout=layout)
+                at = head.to(gl.int64) * rows + q_row + i
+                lse_i = gl.load(lse + at, i < lq, float("-inf"))
+                delta_i = gl.load(delta + at, i < lq, 0.0)
+                # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
+                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+                stage = step % STAGES
+                mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
+                lse_slots.index(stage).store(lse_i)
+                delta_slots.index(stage).store(delta_i)
+                mbarrier.arrive(q_full.index(stage), count=1)
+                step += 1

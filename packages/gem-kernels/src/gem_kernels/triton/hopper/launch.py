@@ -2,8 +2,8 @@
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
 tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once), AHEAD
-(products of the next tile issued before this one's are done), REGS (held tiles that are multiplied from registers), FUSED (backward in
-kernels of their own for dQ and for dK and dV, in one, or in the one that sums dQ in memory).
+(products of the next tile issued before this one's are done; in the forward pass 2: the next query tile's, too), REGS (Q is multiplied
+from registers), FUSED (backward in one kernel).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gem_kernels.triton.common.launch import compiling, launch
 Saved = tuple[Tensor | None, ...]
 _PORTABLE: Config = {"GLUON": 0}
 _ROWS = 128
-_HELD_KEYS: tuple[tuple[int, Config], ...] = ((4, {}), (4, {"AHEAD": 1}), (4, {"AHEAD": 2}), (8, {"AHEAD": 2}))
+_HELD_KEYS: tuple[Config, ...] = ({}, {"AHEAD": 1}, {"AHEAD": 2})
 _DELTA_ROWS = 32
 
 
@@ -64,9 +64,10 @@ def backward(problem: Problem, saved: Saved, dout: Tensor, needs: tuple[bool, ..
         if config["GLUON"]:
             _by_box(x)
             # In one kernel a program has whole samples: few of them leave SMs without work.
-            fused = config["FUSED"] if x.batch * p.kv_heads >= x.info.sms or compiling() else 0
-            how = (_split if p.d <= 128 else _wide, _fused, _one)[fused]
-            found[:] = [how(x, saved[18:], dout)]
+            if config["FUSED"] and few(p) and (x.batch * p.heads >= x.info.sms or compiling()):
+                found[:] = [_few(x, _addressable(dense_columns(dout)))]
+            else:
+                found[:] = [(_split if p.d <= 128 else _wide)(x, saved[18:], dout)]
         else:
             found[:] = [launch_backward.backward(problem, saved, dout, needs)]
 
@@ -86,40 +87,31 @@ def candidates(kernel: str, p: Plan, only: bool) -> list[Config]:
         found = [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}]
         if p.d <= 128:
             found += [{**c, "AHEAD": 1} for c in found]
+            if p.mask == "full":
+                found += [{**c, "REGS": 1} for c in found[2:]]
         if p.k_bound <= 256 or 0 < p.band <= 512:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 4}, *found]
         if p.k_bound <= 256 and p.mask == "full" and p.d <= 128:
-            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": n, **more} for n, more in _HELD_KEYS]
+            found += [{"GLUON": 1, "BLOCK_N": 128, "STAGES": 2, "PARTS": 4, **more} for more in _HELD_KEYS]
         if p.d > 128:
             found = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 2, "AHEAD": 1}]
     elif p.d > 128:
         found = [{"GLUON": 1, "FUSED": 0}] if wide(p) else []
     else:
         found = [{"GLUON": 1, "FUSED": 0}]
-        if fuses(p):
+        if few(p):
             found.append({"GLUON": 1, "FUSED": 1})
-        if single(p):
-            found.append({"GLUON": 1, "FUSED": 2})
     return found if only else [_PORTABLE, *found]
 
 
-def fuses(p: Plan) -> bool:
-    """Whether the single backward kernel is offered: full attention over at most two tiles of keys."""
-    return p.d == 128 and p.mask == "full" and p.k_bound <= 2 * _ROWS and not p.broadcast
-
-
-def single(p: Plan) -> bool:
-    """Whether the backward kernel is offered that sums dQ in memory, rounded each time: where a row has at most nine shares."""
-    return p.d == 128 and not p.broadcast and (0 < p.band <= 1024 or (p.mask == "full" and p.k_bound <= 2 * _ROWS))
+def few(p: Plan) -> bool:
+    """Whether the backward pass in one kernel is offered: for `gdpa`, full, a key head for every query head, whose keys are one tile."""
+    return p.d == 128 and p.mask == "full" and p.k_bound <= _ROWS and not (p.softmax or p.broadcast) and p.group == 1
 
 
 def wide(p: Plan) -> bool:
     """Whether heads of 256 columns have a backward pass: for `gdpa` with a key head for every query head."""
     return p.d == 256 and not p.softmax and p.group == 1 and not p.broadcast
-
-
-def _both_sides(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2}]
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -262,7 +254,7 @@ def _slope_sum(
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
         table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
-        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "REGS": 0, **config}, **_constants(x),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, **config}, **_constants(x),
     )  # fmt: skip
 
 
@@ -298,75 +290,6 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     choose_and_run(x, "hopper.dq", _query_side, query_side)
     choose_and_run(x, "hopper.dkdv", _key_side, key_side)
     return dq.unflatten(0, (x.batch, x.q_len)).sum(0) if p.broadcast else dq, dk, dv
-
-
-def _fused(x: Inputs, results: Saved, dout: Tensor) -> Saved:
-    """delta, then dQ, dK and dV in one kernel."""
-    from gem_kernels.triton.attention.rows import attention_delta_kernel
-    from gem_kernels.triton.hopper.backward_fused import hopper_bwd_kernel
-
-    p = x.plan
-    if few(p):
-        return _few(x, _addressable(dense_columns(dout)))
-    out, lse = results if p.softmax else (None, None)
-    dout = _addressable(dense_columns(dout))
-    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
-    delta = None
-    if p.softmax:
-        delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
-        launch(
-            attention_delta_kernel, (p.heads * -(-x.out_rows // _DELTA_ROWS),), x.device,
-            out, dout, delta, *out.stride()[:2], *dout.stride()[:2], x.out_rows, 1.0 / p.out_scale if p.out_scale else 0.0,
-            H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
-        )  # fmt: skip
-    tiles = x.sample_tiles(x.q_offsets)
-    constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW")}
-
-    def run(config: Config) -> None:
-        launch(
-            hopper_bwd_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-            _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64, p.d // 2), _box(dk, 64), _box(dv, 64),
-            dq, dk, dv, lse, delta, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count,
-            x.q_offsets, x.k_offsets, x.act_ids,
-            x.batch, x.out_rows, x.k.shape[0], p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
-            HKV=p.kv_heads, **config, **constants,
-        )  # fmt: skip
-
-    choose_and_run(x, "hopper.bwd", _both_sides, run)
-    return dq, dk, dv
-
-
-def _one(x: Inputs, results: Saved, dout: Tensor) -> Saved:
-    """delta, then dQ, dK and dV in one kernel whose warpgroups do not wait for one another's dS."""
-    from gem_kernels.triton.attention.rows import attention_delta_kernel
-    from gem_kernels.triton.hopper.backward_one import hopper_bwd_one_kernel
-
-    p = x.plan
-    out, lse = results if p.softmax else (None, None)
-    dout = _addressable(dense_columns(dout))
-    dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
-    delta = None
-    if p.softmax:
-        delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
-        launch(
-            attention_delta_kernel, (p.heads * -(-x.out_rows // _DELTA_ROWS),), x.device,
-            out, dout, delta, *out.stride()[:2], *dout.stride()[:2], x.out_rows, 1.0 / p.out_scale if p.out_scale else 0.0,
-            H=p.heads, DV=p.d, DV_PAD=p.d, BLOCK_M=_DELTA_ROWS, num_warps=4,
-        )  # fmt: skip
-    tiles = x.sample_tiles(x.q_offsets)
-    launch(
-        hopper_bwd_one_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
-        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), _box(dk, 64), _box(dv, 64), dq, dk, dv, lse, delta,
-        _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
-        x.batch, x.out_rows, x.k.shape[0], p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dq.stride(0), dk.stride(0),
-        HKV=p.kv_heads, ADDS=False, STAGES=2, **_constants(x),
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def few(p: Plan) -> bool:
-    """Of what `fuses` offers, `gdpa` whose keys are one tile."""
-    return not p.softmax and p.group == 1 and p.k_bound <= _ROWS
 
 
 def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:

@@ -24,7 +24,7 @@ def _adding(problem: Problem, tensors: Saved, do: Tensor) -> Saved | None:
     where another kernel is chosen."""
     p = plan(problem)
     x = Inputs(p, tensors)
-    if not attention.fuses(p) or not attention.few(p) or attention._nothing(x) or tune.forced():
+    if not attention.few(p) or attention._nothing(x) or tune.forced():
         return None
     name, facts = "hopper.backward", (*p.facts, ("only", False))
     config = choose(name, facts, x.info, lambda: attention.candidates(name, p, False), lambda _: None)

@@ -23,7 +23,7 @@ from gem_core.config import load_config
 from gem_core.errors import CheckpointError, RunError
 from gem_core.export.package import export_run
 from gem_core.testing.strategies import run_processes
-from gem_core.train import train
+from gem_core.train import runfolder, train
 from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.export import write_embeddings
 from gem_core.train.offline import evaluate_run
@@ -376,8 +376,9 @@ def test_overwriting_that_is_killed_leaves_a_folder_that_can_be_overwritten(conf
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how):
+def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how, monkeypatch):
     """A job that was started twice: the second one ends, and takes nothing from the first."""
+    monkeypatch.setattr(runfolder, "PATIENCE_S", 0.3)
     train(started(config, "train.steps=4"), run_dir=tmp_path / "run", quiet=True)
     other = RunFolder(tmp_path / "run")
     other.hold()

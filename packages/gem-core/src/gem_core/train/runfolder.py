@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
 """Sections that may change when a run is resumed; the others say what the parameters mean."""
+
+PATIENCE_S = 5.0
+"""Seconds in which a process that was just killed may still leave its run folder."""
 
 
 class RunFolder:
@@ -117,14 +121,19 @@ class RunFolder:
         if self._lock is not None:
             return
         self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            fix = "wait until it has ended, or give another folder: --run-dir"
-            raise CheckpointError("another process trains in this run folder", where=str(self.path), fix=fix) from None
-        except OSError as error:
-            _log.info("%s cannot be locked against other trainings: %s", self.path, error.strerror)
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(0.1)
+                    continue
+                self.release()
+                fix = "wait until it has ended, or give another folder: --run-dir"
+                raise CheckpointError("another process trains in this run folder", where=str(self.path), fix=fix) from None
+            except OSError as error:
+                return _log.info("%s cannot be locked against other trainings: %s", self.path, error.strerror)
 
     def release(self) -> None:
         """Let others train here."""

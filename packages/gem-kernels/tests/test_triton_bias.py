@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from gem_core.ops import dispatch
 from gem_kernels.triton import attention
 from gem_kernels.triton.attention import inputs, warp_sums
 from gem_kernels.triton.common.device import on_cpu
+from gem_kernels.triton.hopper import launch_bias
 from gem_kernels.triton.hopper.spec import specs as hopper_specs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,6 +94,33 @@ def test_columns_of_a_warp(columns: int) -> None:
     sums, first = warp_sums.column_sums(Computing(), registers)
     found = [(int(c), int(v)) for n, values in enumerate(sums) for c, v in zip(first + 8 * (n // 2) + n % 2, values)]
     assert sorted(found) == list(enumerate(tile.sum(0).tolist()))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("columns", [32, 64])
+def test_table_along_diagonals(columns: int, transposed: bool) -> None:
+    """The instructions, carried out for all lanes, on a table that holds its own addresses."""
+    text, _ = warp_sums.plus_diagonals(columns, transposed)
+    lane, count = np.arange(32), columns // 2
+    g, c = lane // 4, lane % 4
+    for warp in range(4):
+        known: dict[str, Any] = {"%laneid": lane, "%tid.x": lane + 32 * (warp + 4)}
+        known |= {f"${n}": np.full(32, 0) for n in range(count, 3 * count)}
+        for line in text.splitlines():
+            name, _, operands = line.rstrip(";").partition(" ")
+            if name.startswith("ld."):
+                low, high, at, offset = re.findall(r"[-\w]+", operands)
+                known[low], known[high] = (known[at] + int(offset)) // 8, (known[at] + int(offset)) // 8 + 1
+            elif operands and not name.startswith("."):
+                to, *values = (x.strip() for x in operands.split(","))
+                a, *rest = (known[x] if x in known else int(x) for x in values)
+                known[to] = {
+                    "mov": lambda a: a, "shr": np.right_shift, "shl": np.left_shift, "and": np.bitwise_and, "add": np.add,
+                    "sub": np.subtract, "mad": lambda a, b, c: a * b + c,
+                }[name.partition(".")[0]](a, *rest)  # fmt: skip
+        for n in range(count):
+            row, column = 16 * warp + g + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * c + n % 2
+            assert (known[f"${n}"] == (row - column if transposed else column - row)).all()
 
 
 TIMES = {
@@ -206,8 +235,18 @@ def test_sums_in_registers(op: str, d: int, columns: int, case: str, monkeypatch
 @pytest.mark.skipif(not HOPPER, reason="written for sm_90")
 @pytest.mark.parametrize("case", ["ascending:powers", "in any order:crowded", "gaps of centuries:zero and far", "bursts:powers"])
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_hopper(op: str, case: str) -> None:
-    """Causal and full, with candidates and without, grouped heads, tables wider and narrower than a tile, heads of 64 and 128."""
+@pytest.mark.parametrize("which", [0, -1])
+def test_hopper(which: int, op: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal and full, with candidates and without, grouped heads, tables wider and narrower than a tile, heads of 64 and 128; the first
+    and the last candidate of each kernel."""
+
+    def choose(kernel: str, facts: Any, info: Any, candidates: Any, run: Any) -> dict[str, Any]:
+        config = candidates()[which if kernel.startswith("hopper.") else 0]
+        run(config)
+        return config
+
+    for module in (inputs, launch_bias):
+        monkeypatch.setattr(module, "choose", choose)
     times, edges = case.split(":")
     hopper = {"times": times, "edges": edges, "dtype": torch.bfloat16, "most": 8e-3, "backend": "hopper-only"}
     lengths = [*LENGTHS, 200, 256, 191, 0, 127]

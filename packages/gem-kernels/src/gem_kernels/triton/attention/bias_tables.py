@@ -11,9 +11,9 @@
       cells   |    c     |   c+1    |        value of d in cell c:  start[c]      if d < edge[c]
       edges        ^                                                start[c + 1]  otherwise
 
-Tables: ``position [H, PAD + 2R+1 + PAD]``; ``time [H, T + CELLS + 1]``, a head's row of the table and then the values at the cells'
-beginnings; ``index [T-1 + CELLS + 1 + CELLS + 1]`` int32, the edges within 32 bits, the cells' edges, whether edges are crowded, and the
-buckets at the cells' beginnings.
+Tables: ``position [H, PAD + 2R+1 + PAD]``; ``pairs``, the same with each entry's successor beside it; ``time [H, T + CELLS + 1]``, a
+head's row of the table and then the values at the cells' beginnings; ``index [T-1 + CELLS + 1 + CELLS + 1]`` int32, the edges within 32
+bits, the cells' edges, whether edges are crowded, and the buckets at the cells' beginnings.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -47,14 +47,18 @@ def cell_of(difference):
 
 @triton.jit(do_not_specialize=["radius", "edges", "chunks"])
 def bias_tables_kernel(
-    position, time, time_edges, position_out, time_out, index_out, stride_p, stride_t, stride_po, stride_to,
+    position, time, time_edges, position_out, pairs_out, time_out, index_out, stride_p, stride_t, stride_po, stride_to,
     radius, edges, chunks, PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(position + head * stride_p + tl.minimum(tl.maximum(at - PAD, 0), 2 * radius)).to(tl.float32)
-    tl.store(position_out + head * stride_po + at, value, at < 2 * (radius + PAD) + 1)
+    inside = at < 2 * (radius + PAD) + 1
+    tl.store(position_out + head * stride_po + at, value, inside)
+    following = tl.load(position + head * stride_p + tl.minimum(tl.maximum(at - PAD + 1, 0), 2 * radius)).to(tl.float32)
+    tl.store(pairs_out + 2 * (head * stride_po + at), value, inside)
+    tl.store(pairs_out + 2 * (head * stride_po + at) + 1, following, inside)
     if time is not None:
         if chunk == 0:
             beyond: tl.constexpr = 2 * FAR
@@ -71,9 +75,8 @@ def bias_tables_kernel(
                 tl.store(index_out + b, edge)
                 tl.store(time_out + head * stride_to + b, tl.load(time + head * stride_t + b).to(tl.float32))
             tl.store(time_out + head * stride_to + edges, tl.load(time + head * stride_t + edges).to(tl.float32))
-            inside = c < CELLS
-            tl.store(index_out + edges + c, lowest, inside)
-            crowded = tl.max(tl.where(inside & (highest > lowest), 1, 0), 0)
+            tl.store(index_out + edges + c, lowest, c < CELLS)
+            crowded = tl.max(tl.where((c < CELLS) & (highest > lowest), 1, 0), 0)
             tl.store(index_out + edges + CELLS, crowded)
             tl.store(index_out + edges + CELLS + 1 + c, start, c <= CELLS)
             values = tl.load(time + head * stride_t + start, c <= CELLS, 0.0).to(tl.float32)
@@ -100,6 +103,7 @@ class BiasTables:
     """See the module's docstring. ``position`` begins at the table's first entry; time tensors are None without a time bias."""
 
     position: Tensor
+    pairs: Tensor
     time: Tensor | None
     index: Tensor | None
     q_times: Tensor | None
@@ -116,6 +120,7 @@ def bias_tables(
     position, time = _rows(position), _rows(time)
     width = 2 * (radius + PAD) + 1
     padded = torch.empty(heads, width, dtype=torch.float32, device=device)
+    pairs = torch.empty(heads, width, 2, dtype=torch.float32, device=device)
     values = index = q_relative = k_relative = None
     edges = 0
     if time is not None:
@@ -128,10 +133,10 @@ def bias_tables(
     chunks = -(-width // _BLOCK)
     launch(
         bias_tables_kernel, (heads * chunks,), device,
-        position, time, time_edges, padded, values, index, position.stride(0), 0 if time is None else time.stride(0),
+        position, time, time_edges, padded, pairs, values, index, position.stride(0), 0 if time is None else time.stride(0),
         padded.stride(0), 0 if values is None else values.stride(0), radius, edges, chunks, PAD=PAD, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return BiasTables(padded[:, PAD:], values, index, q_relative, k_relative)
+    return BiasTables(padded[:, PAD:], pairs[:, PAD:], values, index, q_relative, k_relative)
 
 
 def _rows(table: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position
+from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, add_strip
 from gem_kernels.triton.hopper.common import alive, fill_rows, folded_value_and_slope, load_box, make_barriers, pass_over_rows, store_box
 from gem_kernels.triton.hopper.forward_bias import _buckets, _range_of, read_entry, read_number
 
@@ -124,11 +124,11 @@ def _clock(
 @gluon.jit
 def _consumer(
     table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, time_slots, bucket_slots, q_full, q_empty, k_full, done,
-    position, time, time_index, time_edges, q_times, k_times, k_relative,
+    position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -137,11 +137,11 @@ def _consumer(
     dtype: gl.constexpr = q_slots.dtype
     step = 0
     tile = 0
-    q_row, lq, k_row, h, n0, shift, _t = read_entry(table, gl.program_id(0), total, HKV)
+    q_row, lq, k_row, h, n0, shift, t = read_entry(table, gl.program_id(0), total, HKV)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
         lq = alive(lq)
-        n_q_row, n_lq, n_k_row, n_h, n_n0, n_shift, _nt = read_entry(table, item + gl.num_programs(0), total, HKV)
+        n_q_row, n_lq, n_k_row, n_h, n_n0, n_shift, n_t = read_entry(table, item + gl.num_programs(0), total, HKV)
         first, last = query_blocks(n0, lq, shift, CAUSAL)
         own = n0 + WHO * 64
         slot = tile % HELD
@@ -160,6 +160,7 @@ def _consumer(
                 if act_ids is not None:
                     act_id = gl.load(act_ids + head)
                 table_p = position + head.to(gl.int64) * stride_p
+                pairs_p = pairs + head.to(gl.int64) * (2 * stride_p)
                 table_t = time + head.to(gl.int64) * stride_t
                 step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
                 for x in range(begin, end):
@@ -178,7 +179,13 @@ def _consumer(
                     p_min = gl.minimum(m0 + shift, h)
                     p_max = gl.minimum(gl.minimum(m0 + 64, lq) - 1 + shift, h)
                     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-                    s = add_position(s * scale, p[None, :], j[:, None], own - p_max, j1 - 1 - p_min, table_p, radius, True)
+                    if STRIP:
+                        s = add_strip(
+                            s * scale, p[None, :], j[:, None], own - p_max, j1 - 1 - p_min, table_p, pairs_p, own - m0 - shift,
+                            gl.minimum(m0 + 64, lq) <= lq - t, radius, PLUS, PLUS_TYPES, 32,
+                        )  # fmt: skip
+                    else:
+                        s = add_position(s * scale, p[None, :], j[:, None], own - p_max, j1 - 1 - p_min, table_p, radius, True)
                     if lowest >= 0:
                         s = add_buckets(s, tq[None, :], tk[:, None], lowest, highest, table_t, time_index, edges, True)
                     else:
@@ -212,17 +219,18 @@ def _consumer(
             step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
         mbarrier.arrive(done.index(slot), count=1)
         tile += 1
-        q_row, lq, k_row, h, n0, shift = n_q_row, n_lq, n_k_row, n_h, n_n0, n_shift
+        q_row, lq, k_row, h, n0, shift, t = n_q_row, n_lq, n_k_row, n_h, n_n0, n_shift, n_t
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "radius", "edges"])
 def hopper_bias_dkdv_kernel(
     q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets,
-    position, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
+    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
     batch, rows, k_rows, radius, edges, scale, ds_scale, dv_scale, stride_dk, stride_p, stride_t,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -249,9 +257,9 @@ def hopper_bias_dkdv_kernel(
                 (
                     table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, time_slots, bucket_slots,
                     q_full, q_empty, k_full, done,
-                    position, time, time_index, time_edges, q_times, k_times, k_relative,
+                    position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
                     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
-                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD,
+                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (
@@ -259,9 +267,9 @@ def hopper_bias_dkdv_kernel(
                 (
                     table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, time_slots, bucket_slots,
                     q_full, q_empty, k_full, done,
-                    position, time, time_index, time_edges, q_times, k_times, k_relative,
+                    position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
                     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
-                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD,
+                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (

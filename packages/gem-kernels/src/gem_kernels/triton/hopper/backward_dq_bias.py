@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.backward_bias import add_from_edges, add_from_far_edges
-from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, own_bucket
+from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, add_strip, own_bucket
 from gem_kernels.triton.attention.bias_tables import CELLS, FIRST_CELL
 from gem_kernels.triton.hopper.common import alive, fill_rows, folded_value_and_slope, load_box, make_barriers, store_box
 from gem_kernels.triton.hopper.forward_bias import clock, key_blocks, read_entry, read_number
@@ -182,13 +182,14 @@ def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.con
 def _consumer(
     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, time_slots, bucket_slots,
     q_full, done, k_full, k_empty, v_full, v_empty,
-    position, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
+    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
     act_ids, bins, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
     WHO: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr, PAD: gl.constexpr,
     DIAGONALS: gl.constexpr, COLUMNS: gl.constexpr, SUMS_TYPES: gl.constexpr, REACHING: gl.constexpr, REACHING_TYPES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, STRIP: gl.constexpr,
+    PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = BLOCK_N // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -202,6 +203,7 @@ def _consumer(
     tile = 0
     head = gl.program_id(0) % H
     table_p = position + head.to(gl.int64) * stride_p
+    pairs_p = pairs + head.to(gl.int64) * (2 * stride_p)
     table_t = time + head.to(gl.int64) * stride_t
     warp_distance = partial + gl.program_id(0).to(gl.int64) * 10 * width + PAD
     warp_bucket = warp_distance + 2 * radius + 1 + PAD
@@ -270,7 +272,13 @@ def _consumer(
                 j = n0 + gl.arange(0, BLOCK_N, layout=column_layout)
                 s, dp = warpgroup_mma_wait(0, deps=(s, dp))
                 mbarrier.arrive(v_empty.index(stage), count=1)
-                s = add_position(s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, radius, True)
+                if STRIP:
+                    s = add_strip(
+                        s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, pairs_p, n0 - own - shift, m1 <= lq - t,
+                        radius, PLUS, PLUS_TYPES, BLOCK_N // 2,
+                    )  # fmt: skip
+                else:
+                    s = add_position(s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, radius, True)
                 if first >= 0:
                     s = add_buckets(s, tq[:, None], tk[None, :], first, final, table_t, time_index, edges, True)
                 else:
@@ -352,13 +360,14 @@ def _consumer(
 @gluon.jit(do_not_specialize=["batch", "rows", "radius", "edges", "width"])
 def hopper_bias_dq_kernel(
     q, k, v, dout, dq_box, dq, out, lse, delta, table, tile_count, q_offsets,
-    position, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, ds_own, own_k, partial, act_ids,
+    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, ds_own, own_k, partial, act_ids,
     batch, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
     stride_on, stride_oh, stride_dq, stride_p, stride_t, stride_kn, stride_kh,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr, PAD: gl.constexpr,
     DIAGONALS: gl.constexpr, COLUMNS: gl.constexpr, SUMS_TYPES: gl.constexpr, REACHING: gl.constexpr, REACHING_TYPES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, STRIP: gl.constexpr,
+    PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
     total = gl.load(tile_count) * H
@@ -385,11 +394,12 @@ def hopper_bias_dq_kernel(
                 (
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, time_slots, bucket_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
-                    position, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
+                    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
                     act_ids, bins, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
                     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
                     0, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, TIME_STEPS, PAD,
                     DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD, BINS,
+                    STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (
@@ -397,11 +407,12 @@ def hopper_bias_dq_kernel(
                 (
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, time_slots, bucket_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
-                    position, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
+                    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, ds_own, own_k, partial,
                     act_ids, bins, rows, radius, edges, width, scale, ds_scale, own_scale, delta_scale,
                     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
                     1, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, TIME_STEPS, PAD,
                     DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD, BINS,
+                    STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate
-from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, bucket_range, uncut
+from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, add_strip, bucket_range, uncut
 from gem_kernels.triton.attention.bias_tables import FAR
 from gem_kernels.triton.attention.masks import sample_geometry
 from gem_kernels.triton.hopper.common import alive, fill_flat, fill_rows, folded_value, load_box, make_barriers, store_box
@@ -149,11 +149,11 @@ def read_number(slots, n):
 def _consumer(
     out, lse, table, total, q_slots, k_slots, v_slots, o_buffer, time_slots, bucket_slots,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    position, time, time_index, time_edges, q_times, k_times, q_relative, own_scores, own_v,
+    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, own_scores, own_v,
     act_ids, rows, radius, edges, scale, out_scale, stride_p, stride_t, stride_vn, stride_vh,
     WHO: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -194,6 +194,7 @@ def _consumer(
             p = gl.minimum(i + shift, h)
             tq = gl.load(q_relative + row + i, i < lq, 0)
             table_p = position + head.to(gl.int64) * stride_p
+            pairs_p = pairs + head.to(gl.int64) * (2 * stride_p)
             table_t = time + head.to(gl.int64) * stride_t
             m_i = gl.full([64], float("-inf"), gl.float32, row_layout)
             l_i = gl.full([64], 0.0, gl.float32, row_layout)
@@ -212,7 +213,13 @@ def _consumer(
                 s = warpgroup_mma_wait(0, deps=(s,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 n1 = gl.minimum(n0 + BLOCK_N, h)
-                s = add_position(s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, radius, True)
+                if STRIP:
+                    s = add_strip(
+                        s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, pairs_p, n0 - own - shift, m1 <= lq - t,
+                        radius, PLUS, PLUS_TYPES, BLOCK_N // 2,
+                    )  # fmt: skip
+                else:
+                    s = add_position(s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, radius, True)
                 if first >= 0:
                     s = add_buckets(s, tq[:, None], tk[None, :], first, final, table_t, time_index, edges, True)
                 else:
@@ -292,11 +299,12 @@ def _consumer(
 @gluon.jit(do_not_specialize=["batch", "rows", "radius", "edges"])
 def hopper_bias_fwd_kernel(
     q, k, v, out_box, out, lse, table, tile_count, q_offsets,
-    position, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, own_scores, own_v, act_ids,
+    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, own_scores, own_v, act_ids,
     batch, rows, radius, edges, scale, out_scale, stride_on, stride_p, stride_t, stride_vn, stride_vh,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(q_offsets + batch).to(gl.int64)
     fill_rows(out, used, rows.to(gl.int64), stride_on, 0.0, H * D, num_warps)
@@ -324,9 +332,9 @@ def hopper_bias_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, time_slots, bucket_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    position, time, time_index, time_edges, q_times, k_times, q_relative, own_scores, own_v,
+                    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, own_scores, own_v,
                     act_ids, rows, radius, edges, scale, out_scale, stride_p, stride_t, stride_vn, stride_vh,
-                    0, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, BLOCK_N, STAGES,
+                    0, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, BLOCK_N, STAGES, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (
@@ -334,9 +342,9 @@ def hopper_bias_fwd_kernel(
                 (
                     out_box, lse, table, total, q_slots, k_slots, v_slots, o_buffer, time_slots, bucket_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    position, time, time_index, time_edges, q_times, k_times, q_relative, own_scores, own_v,
+                    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, own_scores, own_v,
                     act_ids, rows, radius, edges, scale, out_scale, stride_p, stride_t, stride_vn, stride_vh,
-                    1, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, BLOCK_N, STAGES,
+                    1, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, BLOCK_N, STAGES, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (

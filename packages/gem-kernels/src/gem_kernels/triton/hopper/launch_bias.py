@@ -56,7 +56,7 @@ def _choose(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -
 def candidates(kernel: str, only: bool) -> list[Config]:
     """For hopper.bias_forward and hopper.bias_backward: with ``only`` these kernels, else the portable ones unless a rule says that these
     were measured to be faster."""
-    found: list[Config] = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 3}, {"GLUON": 1, "BLOCK_N": 64, "STAGES": 2}]
+    found: list[Config] = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 3, "STRIP": strip} for strip in (0, 1)]
     if kernel == "hopper.bias_backward":
         found = [{"GLUON": 1}]
     return found if only else [{"GLUON": 0}, *found]
@@ -96,16 +96,22 @@ def _backward(x: Inputs, results: tuple[Tensor | None, ...], dout: Tensor, needs
     return pass_.dq, dk, dv, None, None, *tables
 
 
+def _plus(config: Config, columns: int, transposed: bool = False) -> dict[str, Any]:
+    """The constants of `bias.add_strip`, for STRIP."""
+    plus, types = warp_sums.plus_diagonals(columns, transposed) if config["STRIP"] else ("", "")
+    return {"PLUS": plus, "PLUS_TYPES": types}
+
+
 def row_width(x: Inputs) -> int:
     return launch_backward.row_width(x.radius, x.bias_time.shape[1])
 
 
 def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "BINS": b} for b in (0, 1)]
+    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "BINS": b, "STRIP": s} for b, s in ((0, 0), (1, 0), (1, 1))]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2, "HELD": 2}, {"STAGES": 3, "HELD": 1}]
+    return [{"STAGES": 2, "HELD": 2, "STRIP": strip} for strip in (0, 1)]
 
 
 def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:
@@ -119,10 +125,10 @@ def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Conf
         hopper_bias_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(pass_.dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, pass_.lse, pass_.delta,
         table(x, tiles), tiles.count, x.k_offsets,
-        t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, x.act_ids,
+        t.position, t.pairs, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, x.act_ids,
         x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, p.scale * p.out_scale * left, p.out_scale * value, dk.stride(0),
         *bias_strides(x),
-        HKV=p.kv_heads, TIME_STEPS=x.time_steps, **constants(p), **config,
+        HKV=p.kv_heads, TIME_STEPS=x.time_steps, **constants(p), **_plus(config, 64, transposed=True), **config,
     )  # fmt: skip
 
 
@@ -144,10 +150,11 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
         hopper_bias_dq_kernel, (programs * p.heads,), x.device,
         _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, pass_.lse, pass_.delta,
         table(x, tiles), tiles.count, x.q_offsets,
-        t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, pass_.ds_own, k, partial, x.act_ids,
+        t.position, t.pairs, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times,
+        pass_.ds_own, k, partial, x.act_ids,
         x.batch, x.out_rows, x.radius, x.edges, width, p.scale, p.scale * p.out_scale * left, p.folded_gain / left, pass_.delta_scale,
         *strides, dq.stride(0), *bias_strides(x), x.k.stride(0), x.k.stride(1),
-        H=p.heads, TIME_STEPS=x.time_steps, PAD=PAD, **warp_sums.constants(n, width, True), **constants(p), **config,
+        H=p.heads, TIME_STEPS=x.time_steps, PAD=PAD, **warp_sums.constants(n, width, True), **_plus(config, n), **constants(p), **config,
     )  # fmt: skip
     return list(launch_backward.bias_gradients(x, partial.sum((0, 2)) * (p.out_scale * left)))
 
@@ -163,10 +170,10 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     launch(
         hopper_bias_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table(x, tiles), tiles.count, x.q_offsets,
-        t.position, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, own, v, x.act_ids,
+        t.position, t.pairs, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, own, v, x.act_ids,
         x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 if folded else p.folded_gain), out.stride(0),
         *bias_strides(x), x.v.stride(0), x.v.stride(1),
-        H=p.heads, TIME_STEPS=x.time_steps, **constants(p), BLOCK_N=n, STAGES=config["STAGES"],
+        H=p.heads, TIME_STEPS=x.time_steps, **constants(p), **_plus(config, n), BLOCK_N=n, STAGES=config["STAGES"], STRIP=config["STRIP"],
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Predictions beside measured steps: a JSON list with one object a measurement, or a result of `gemrec bench train`.
 
 Each has ``world``, ``step_s`` and, where known, ``peak_memory_bytes``; ``parallel`` is the ``[parallel]`` section it ran with,
-``batch_size`` its samples a GPU and ``capture`` says whether the step was a graph, where they differ from the configuration's.
+``batch_size`` its samples a GPU, ``capture`` says whether the step was a graph, and ``dealt`` to how many batches samples were dealt by
+length (1: none), where they differ from the configuration's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Measurement(FrozenConfig):
     peak_memory_bytes: float | None = Field(None, gt=0)
     batch_size: int | None = Field(None, gt=0)
     capture: bool | None = None
+    dealt: int | None = Field(None, gt=0)
     parallel: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -87,8 +89,14 @@ def _of_ladder(row: dict[str, Any]) -> dict[str, Any]:
         "peak_memory_bytes": row["peak_memory_bytes"] - row.get("held_before_bytes", 0),
         "batch_size": row["batch_size"],
         "capture": "train.capture=true" in row["overrides"],
+        "dealt": _dealt(row["overrides"]),
         "parallel": plain(load_config(None, asked))["parallel"],
     }
+
+
+def _dealt(overrides: list[str]) -> int | None:
+    window = [o.partition("=")[2] for o in overrides if o.startswith("data.random.window=")]
+    return int(window[-1]) if window and "data.random.balanced=true" in overrides else None
 
 
 def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
@@ -127,6 +135,7 @@ def compare(config: Config, workload: Workload, cluster: Cluster, measurements: 
     for row in measurements:
         own = workload if row.batch_size is None else workload.with_batch(row.batch_size)
         own = own if row.capture is None else replace(own, captured=row.capture)
+        own = own if row.dealt is None else replace(own, dealt=row.dealt)
         data = plain(config)
         data["parallel"] = {**({} if row.parallel else data["parallel"]), **row.parallel}
         found.append(Comparison(row, given(config_from_dict(data), own, cluster, row.world)[1]))

@@ -1,7 +1,8 @@
 """Backward pass on Hopper with relative bias and candidates, key side; see `backward_dkdv` and `forward_bias` for what is alike.
 
 The rows of dK and dV that are candidates' own are not written here. A partition brings times, buckets, and for softmax lse and delta of
-every query tile into shared memory, beside Q and dO.
+every query tile into shared memory, beside Q and dO. LATE: dPᵀ is multiplied once P is there, so that the bias is added with fewer
+registers taken.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -128,7 +129,7 @@ def _consumer(
     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -170,7 +171,8 @@ def _consumer(
                     dp = s
                     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
                     s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-                    dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+                    if not LATE:
+                        dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
                     tq = time_slots.index(stage).load(column_layout)
                     lowest = read_number(bucket_slots, 4 * stage + 2 * WHO)
                     highest = read_number(bucket_slots, 4 * stage + 2 * WHO + 1)
@@ -178,7 +180,10 @@ def _consumer(
                     p = gl.minimum(i + shift, h)
                     p_min = gl.minimum(m0 + shift, h)
                     p_max = gl.minimum(gl.minimum(m0 + 64, lq) - 1 + shift, h)
-                    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+                    if LATE:
+                        s = warpgroup_mma_wait(0, deps=(s,))
+                    else:
+                        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
                     if STRIP:
                         s = add_strip(
                             s * scale, p[None, :], j[:, None], own - p_max, j1 - 1 - p_min, table_p, pairs_p, own - m0 - shift,
@@ -202,8 +207,12 @@ def _consumer(
                             seen = j[:, None] <= p[None, :]
                             prob = gl.where(seen, prob, 0.0)
                             slope = gl.where(seen, slope, 0.0)
+                    if LATE:
+                        dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
                     p16 = gl.convert_layout(prob.to(dtype), p_layout, assert_trivial=True)
                     dv_acc = warpgroup_mma(p16, do_slots.index(stage), dv_acc, is_async=True)
+                    if LATE:
+                        dp = warpgroup_mma_wait(1, deps=(dp,))
                     if SOFTMAX:
                         dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
                     ds16 = gl.convert_layout((slope * dp).to(dtype), p_layout, assert_trivial=True)
@@ -229,7 +238,7 @@ def hopper_bias_dkdv_kernel(
     batch, rows, k_rows, radius, edges, scale, ds_scale, dv_scale, stride_dk, stride_p, stride_t,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
@@ -259,7 +268,7 @@ def hopper_bias_dkdv_kernel(
                     q_full, q_empty, k_full, done,
                     position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
                     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
-                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, STRIP, PLUS, PLUS_TYPES,
+                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, LATE, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (
@@ -269,7 +278,7 @@ def hopper_bias_dkdv_kernel(
                     q_full, q_empty, k_full, done,
                     position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
                     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
-                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, STRIP, PLUS, PLUS_TYPES,
+                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, LATE, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (

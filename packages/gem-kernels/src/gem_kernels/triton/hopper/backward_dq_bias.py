@@ -4,7 +4,7 @@ See `backward_dq` and `forward_bias` for what is alike, and `gem_kernels.triton.
 gradients are added to: of a program, one for each of the consumers' eight warps, and one for each consumer's candidates.
 
 BINS: in tiles with many buckets a thread adds each dS to bins of its own in shared memory, ``[T, threads]``, which it gives to its warp's
-row at the program's end. The dialect has no such addressing: the bins are declared in PTX.
+row at the program's end. The dialect has no such addressing: the bins are declared in PTX. LATE: dP is multiplied once the bias is there.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -188,7 +188,7 @@ def _consumer(
     WHO: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr, PAD: gl.constexpr,
     DIAGONALS: gl.constexpr, COLUMNS: gl.constexpr, SUMS_TYPES: gl.constexpr, REACHING: gl.constexpr, REACHING_TYPES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, STRIP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, LATE: gl.constexpr, STRIP: gl.constexpr,
     PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
 ):  # fmt: skip
     PAIRS: gl.constexpr = BLOCK_N // 2
@@ -264,14 +264,18 @@ def _consumer(
                 dp = s
                 mbarrier.wait(k_full.index(stage), phase)
                 s = warpgroup_mma(q_tile, k_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(stage), phase)
-                dp = warpgroup_mma(do_tile, v_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+                if not LATE:
+                    mbarrier.wait(v_full.index(stage), phase)
+                    dp = warpgroup_mma(do_tile, v_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
                 tk = time_slots.index(stage).load(column_layout)
                 first = read_number(bucket_slots, 4 * stage + 2 * WHO)
                 final = read_number(bucket_slots, 4 * stage + 2 * WHO + 1)
                 j = n0 + gl.arange(0, BLOCK_N, layout=column_layout)
-                s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-                mbarrier.arrive(v_empty.index(stage), count=1)
+                if LATE:
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                else:
+                    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+                    mbarrier.arrive(v_empty.index(stage), count=1)
                 if STRIP:
                     s = add_strip(
                         s * scale, p[:, None], j[None, :], n0 - p_max, n1 - 1 - p_min, table_p, pairs_p, n0 - own - shift, m1 <= lq - t,
@@ -283,14 +287,19 @@ def _consumer(
                     s = add_buckets(s, tq[:, None], tk[None, :], first, final, table_t, time_index, edges, True)
                 else:
                     s = add_far(s, i[:, None], j[None, :], lq, h, row, k_row, table_t, time_edges, q_times, k_times, edges)
+                if LATE:
+                    mbarrier.wait(v_full.index(stage), phase)
+                    dp = warpgroup_mma(do_tile, v_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
                 if SOFTMAX:
-                    ds = gl.exp2(s * LOG2E - lse_i[:, None]) * (dp - delta_i[:, None])
+                    slope = gl.exp2(s * LOG2E - lse_i[:, None])
                 elif FOLDED:
                     _value, slope = folded_value_and_slope(s, 1.0, FOLDED)
-                    ds = slope * dp
                 else:
                     _value, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
-                    ds = slope * dp
+                if LATE:
+                    dp = warpgroup_mma_wait(0, deps=(dp,))
+                    mbarrier.arrive(v_empty.index(stage), count=1)
+                ds = slope * (dp - delta_i[:, None]) if SOFTMAX else slope * dp
                 masked = n0 + BLOCK_N > h
                 if CAUSAL:
                     masked = n0 + BLOCK_N > gl.minimum(h, p_min + 1)
@@ -366,7 +375,7 @@ def hopper_bias_dq_kernel(
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr, PAD: gl.constexpr,
     DIAGONALS: gl.constexpr, COLUMNS: gl.constexpr, SUMS_TYPES: gl.constexpr, REACHING: gl.constexpr, REACHING_TYPES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, STRIP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BINS: gl.constexpr, LATE: gl.constexpr, STRIP: gl.constexpr,
     PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
@@ -399,7 +408,7 @@ def hopper_bias_dq_kernel(
                     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
                     0, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, TIME_STEPS, PAD,
                     DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD, BINS,
-                    STRIP, PLUS, PLUS_TYPES,
+                    LATE, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (
@@ -412,7 +421,7 @@ def hopper_bias_dq_kernel(
                     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
                     1, H, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, TIME_STEPS, PAD,
                     DIAGONALS, COLUMNS, SUMS_TYPES, REACHING, REACHING_TYPES, BLOCK_N, STAGES, HELD, BINS,
-                    STRIP, PLUS, PLUS_TYPES,
+                    LATE, STRIP, PLUS, PLUS_TYPES,
                 ),
             ),
             (

@@ -107,11 +107,12 @@ def row_width(x: Inputs) -> int:
 
 
 def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "BINS": b, "STRIP": s} for b, s in ((0, 0), (1, 0), (1, 1))]
+    kinds = ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1))
+    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "BINS": b, "STRIP": s, "LATE": late} for b, s, late in kinds]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2, "HELD": 2, "STRIP": strip} for strip in (0, 1)]
+    return [{"STAGES": 2, "HELD": 2, "STRIP": strip, "LATE": late} for strip, late in ((0, 0), (1, 0), (1, 1))]
 
 
 def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:

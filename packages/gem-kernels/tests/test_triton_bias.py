@@ -232,13 +232,21 @@ def test_sums_in_registers(op: str, d: int, columns: int, case: str, monkeypatch
     assert sums in chosen
 
 
+HOPPER_CASES = {
+    "causal": ("gdpa", "ascending:powers", {"d": 128, "radius": 100, "causal": True}),
+    "causal softmax": ("jagged_attention", "ascending:powers", {"d": 128, "radius": 100, "causal": True}),
+    "no candidates, one key head": ("gdpa", "bursts:powers", {"d": 64, "radius": 100, "candidates": False, "kv_heads": 1}),
+    "far times": ("jagged_attention", "gaps of centuries:zero and far", {"d": 128, "radius": 9, "causal": True, "candidates": False}),
+    "crowded edges": ("jagged_attention", "in any order:crowded", {"d": 64, "radius": 9}),
+}
+
+
 @pytest.mark.skipif(not HOPPER, reason="written for sm_90")
-@pytest.mark.parametrize("case", ["ascending:powers", "in any order:crowded", "gaps of centuries:zero and far", "bursts:powers"])
-@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
 @pytest.mark.parametrize("which", [0, -1])
-def test_hopper(which: int, op: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal and full, with candidates and without, grouped heads, tables wider and narrower than a tile, heads of 64 and 128; the first
-    and the last candidate of each kernel."""
+@pytest.mark.parametrize("case", list(HOPPER_CASES))
+def test_hopper(case: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables wider and narrower than a tile; the first and the last candidate of each kernel."""
+    op, kind, more = HOPPER_CASES[case]
 
     def choose(kernel: str, facts: Any, info: Any, candidates: Any, run: Any) -> dict[str, Any]:
         config = candidates()[which if kernel.startswith("hopper.") else 0]
@@ -247,10 +255,5 @@ def test_hopper(which: int, op: str, case: str, monkeypatch: pytest.MonkeyPatch)
 
     for module in (inputs, launch_bias):
         monkeypatch.setattr(module, "choose", choose)
-    times, edges = case.split(":")
-    hopper = {"times": times, "edges": edges, "dtype": torch.bfloat16, "most": 8e-3, "backend": "hopper-only"}
-    lengths = [*LENGTHS, 200, 256, 191, 0, 127]
-    compare(op, d=128, lengths=lengths, radius=100, causal=True, **hopper)
-    compare(op, d=64, lengths=lengths, radius=100, candidates=False, kv_heads=1, **hopper)
-    compare(op, d=128, lengths=[3, 0, 250], radius=9, causal=True, candidates=False, **hopper)
-    compare(op, d=128, lengths=lengths, radius=9, **hopper)
+    times, edges = kind.split(":")
+    compare(op, times, edges, torch.bfloat16, lengths=[*LENGTHS, 200, 256, 191, 0, 127], most=8e-3, backend="hopper-only", **more)

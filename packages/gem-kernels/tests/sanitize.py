@@ -43,10 +43,11 @@ FEW = "few keys, backward candidate "
 
 
 def few_keys(op: str) -> Call:
-    """Attention of samples with up to 128 keys, some without keys or rows."""
-    draw = Draw(torch.bfloat16, "cuda")
-    fixed = {"q_offsets": draw.offsets((0, 1, 65, 200, 128)), "k_offsets": draw.offsets((3, 0, 64, 99, 128)), "max_q_len": 200}
-    return Call({n: draw.packed(394 if n == "q" else 294, 2, 128) for n in ("q", "k", "v")}, lambda t: t | fixed | {"max_k_len": 128})
+    """Attention of samples with up to 128 keys, some without keys or rows; as many as there are SMs."""
+    draw, times = Draw(torch.bfloat16, "cuda"), 14
+    fixed = {"q_offsets": draw.offsets((0, 1, 65, 200, 128) * times), "k_offsets": draw.offsets((3, 0, 64, 99, 128) * times)}
+    rows = {"q": 394 * times, "k": 294 * times, "v": 294 * times}
+    return Call({n: draw.packed(m, 2, 128) for n, m in rows.items()}, lambda t: t | fixed | {"max_q_len": 200, "max_k_len": 128})
 
 
 @contextmanager

@@ -89,13 +89,13 @@ LENGTHS = (0, 1, 64, 65, 130, 700, 128, 0, 333)
 @on_hopper
 @pytest.mark.parametrize("op", ["gdpa", "norm_gdpa"])
 def test_hopper_few_keys(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 128 keys in one kernel: samples without keys and without rows."""
+    """Up to 128 keys in one kernel, with a program for every SM: samples without keys and without rows."""
     monkeypatch.setattr("gem_kernels.triton.hopper.launch.choose", lambda *_: {"GLUON": 1, "FUSED": 1, "BLOCK_N": 64, "STAGES": 3})
     monkeypatch.setattr("gem_kernels.triton.hopper.norm_gdpa.choose", lambda *_: {"GLUON": 1, "FUSED": 1})
-    keys = (128, 0, 1, 77, 64, 65, 128, 100, 3)
+    lengths, keys = LENGTHS * 4, (128, 0, 1, 77, 64, 65, 128, 100, 3) * 4
     kv = _draw(sum(keys) + 3, 2, 4, 128, seed=1, dtype=BF16, used=sum(keys)).requires_grad_()
-    q = _draw(sum(LENGTHS), 4, 128, seed=2, dtype=BF16).requires_grad_()
-    offsets = {"q": _offsets(LENGTHS), "k": _offsets(keys)}
+    q = _draw(sum(lengths), 4, 128, seed=2, dtype=BF16).requires_grad_()
+    offsets = {"q": _offsets(lengths), "k": _offsets(keys)}
     backend = "hopper-only" if op == "gdpa" else "hopper"
     more = {"max_q_len": 700, "max_k_len": 128, "activation": "fast_gelu", "backend": backend}
     out = getattr(ops, op)(q, *(parts := kv.unbind(1)), *offsets.values(), **more)

@@ -59,6 +59,7 @@ EIGHT = {
     "article": scenario(samples=WIDE, model=4),
     "torchrec": scenario("torchrec", samples=WIDE, model=2),
     "touched": scenario(exchange="touched", samples=WIDE, model=2, weighted=True),
+    "ranks without a table, rows in bf16": scenario(samples=WIDE, model=8, sharding="table", output="bf16", steps=2),
 }
 
 

@@ -325,7 +325,7 @@ class Routes:
         mine = dims[self.axes.model_rank]
         sent = [sum(n * d for n, d in zip(bags, mine)) for bags in reads.bags]
         received = [sum(n * d for n, d in zip(bags, ds)) for bags, ds in zip(asked.bags, dims)]
-        flat = self.axes.outputs.all_to_all(by_rank(found, reads.bags, self.axes.device), received, sent)
+        flat = self.axes.outputs.all_to_all(by_rank(found, reads.bags, self.axes.device, self.output), received, sent)
         return self._collected(flat, asked)
 
     def _views(self, flat: Tensor, asked: Asked) -> list[Tensor]:
@@ -421,10 +421,11 @@ def _joined(flat: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
     return torch.cat([flat[a:b] for a, b in ranges])
 
 
-def by_rank(units: list[Tensor], counts: list[list[int]], device: torch.device) -> Tensor:
-    """Rows by unit, in each ``counts[0]`` for rank 0, then those for rank 1, and so on, to one flat buffer, rank after rank."""
+def by_rank(units: list[Tensor], counts: list[list[int]], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows by unit, in each ``counts[0]`` for rank 0, then those for rank 1, and so on, to one flat buffer, rank after rank. ``dtype``: of
+    the rows, which a rank without units must know of those that it receives."""
     if not units:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, dtype=dtype, device=device)
     if len(units) == 1:
         return units[0].reshape(-1)
     at, pieces = [0] * len(units), []

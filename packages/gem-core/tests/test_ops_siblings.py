@@ -130,3 +130,13 @@ def test_column_sums_reach_the_projection(written: bool) -> None:
         assert sums is None
     else:
         torch.testing.assert_close(sums, module.qkv.linear.bias.grad)
+
+
+def test_sums_that_are_left_anew_take_the_place_of_those_before() -> None:
+    """A kernel that writes gradients once more does not count as a write."""
+    parts = torch.zeros(4, 2, 1, 3).unbind(1)
+    for sums in (torch.ones(6), torch.full((6,), 2.0)):
+        siblings.leave_sums(parts, sums)
+        found = siblings.sums_of(parts[0])
+        assert found is not None
+        assert torch.equal(found, sums)

@@ -392,6 +392,21 @@ def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how, monkeyp
     assert train(started(config, "train.steps=8"), run_dir=tmp_path / "run", quiet=True, **{how: True}).steps == 8
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_another_process_trained_meanwhile_is_left_alone(tmp_path, resume):
+    """A job that was started twice, and the second one found the folder empty: it must not begin anew over what the first one left."""
+    first, second = (RunFolder(tmp_path / "run") for _ in range(2))
+    assert not first.check(resume, False)
+    assert not second.check(resume, False)
+    first.create(load_config(), resume)
+    first.append(first.metrics, {"step": 1})
+    first.release()
+    with pytest.raises(CheckpointError, match="another process has trained in this run folder meanwhile"):
+        second.create(load_config(), resume)
+    assert first.metrics.read_text()
+    first.hold()
+
+
 def test_a_lone_process_that_stands_still_tells_where_and_goes_on(tmp_path, capfd):
     def stands_still():
         time.sleep(0.9)

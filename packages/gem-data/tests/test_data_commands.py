@@ -244,7 +244,8 @@ def test_inspect_keeps_events_whose_columns_differ_in_what_marks_an_id(tmp_path)
 def test_inspect_clips_infinite_numbers(tmp_path):
     x = [float(i) for i in range(38)] + [math.inf, -math.inf]
     lists = {"v": [[v] for v in x], "h": [[v] * (1 + i % 2) for i, v in enumerate(x)], "h_id": [[i] * (1 + i % 2) for i in range(40)]}
-    text, features = inspected(tmp_path, {"x": x, **lists, "click": [0, 1] * 20})
+    text, features = inspected(tmp_path, {"x": x, "none": [math.inf, -math.inf] * 20, **lists, "click": [0, 1] * 20})
+    assert "# left out: none: holds no finite number" in text
     assert features["dense"]["x"]["clip"] == [0.0, 37.0]
     (field,) = (f for f in features["sequences"]["history"]["fields"].values() if f["column"] == "h")
     assert field["clip"] == [0.0, 37.0]

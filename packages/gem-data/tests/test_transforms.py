@@ -16,7 +16,7 @@ from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError
 from gem_core.sources.fitted import Fitted
 from gem_core.sources.hashing import key_of, mix64, salt_of
-from gem_data import ParquetSource
+from gem_data import ParquetSource, arrow
 from gem_data.config import ParquetConfig
 from gem_data.fit import fit
 
@@ -192,6 +192,14 @@ def test_a_vocabulary_of_numbers_that_int64_does_not_hold_is_refused(tmp_path):
     features = Features.model_validate({"sparse": {"user": {"rows": 9, "vocabulary": True}}, "labels": {"click": {}}})
     with pytest.raises(DataError, match=r"(?s)larger than 9223372036854775807.*a.parquet.*hash = true"):
         fit(ParquetConfig(root=str(tmp_path), train=("a.parquet",)), features)
+
+
+def test_numbers_that_int64_does_not_hold_are_in_no_vocabulary():
+    known = pa.array([5, 2**63 - 1], pa.int64())
+    found, missing, there = arrow.places(pa.array([2**63 - 1, 2**63, None, 2**64 - 1, 5], pa.uint64()), known)
+    assert found.tolist() == [1, 0, 0, 0, 0]
+    assert missing.tolist() == [False, False, True, False, False]
+    assert there.tolist() == [True, False, False, False, True]
 
 
 def test_vocabulary_without_a_file(log):

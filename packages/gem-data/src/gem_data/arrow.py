@@ -196,7 +196,8 @@ def places(array: pa.Array, words: pa.Array) -> tuple[Ints, Bools | None, Bools]
     if pa.types.is_null(array.type):
         return np.zeros(len(array), np.int64), np.ones(len(array), bool), np.zeros(len(array), bool)
     if pa.types.is_integer(words.type):
-        values = pa.array(integers(array)[0])
+        # Numbers above LARGEST, which no vocabulary holds, come as it.
+        values = pa.array(integers(array)[0], mask=_numbers(array, 0) > LARGEST if array.type == pa.uint64() else None)
     elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type) or pa.types.is_string_view(array.type):
         values = array.cast(words.type)
     else:

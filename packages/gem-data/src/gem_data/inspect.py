@@ -188,6 +188,9 @@ class _Proposal:
         if c.distinct <= 1:
             self.left_out[c.name] = "holds one value only"
             return None
+        if c.kind == "float" and c.low is None:
+            self.left_out[c.name] = "holds no finite number"
+            return None
         if c.kind == "float" or (c.kind == "int" and not event and not _id_like(c)):
             return f"{c.name}: {c.low:g} to {c.high:g}, {c.nulls:,} missing of {c.rows:,}", {"dense": {c.name: _dense(c)}}
         return f"{c.name}: about {c.distinct:,} values in {c.rows:,} rows, {c.nulls:,} missing", {"sparse": {c.name: _ids(c)}}

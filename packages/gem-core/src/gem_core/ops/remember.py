@@ -68,8 +68,13 @@ def remembered(tensors: Sequence[Tensor | None], key: Hashable, build: Callable[
 
 
 def note(t: Tensor, key: Hashable, value: Any) -> None:
-    """Keep ``value``, which must not hold on to ``t``, under ``key`` for whoever meets the same tensor later (`noted`)."""
-    remembered([t], key, lambda: value)
+    """Keep ``value``, which must not hold on to ``t``, under ``key`` for whoever meets the same tensor later (`noted`); in place of what
+    was noted before, since who writes a tensor behind PyTorch's back does not count as writing it."""
+    stream = _stream_of_graph(t)
+    kept = _kept if stream is None else _in_graph
+    if kept is not None and not t.is_inference():
+        kept.get(t, {}).pop((key, stream, (t._version,)), None)
+        remembered([t], key, lambda: value)
 
 
 def noted(t: Tensor, key: Hashable) -> Any:

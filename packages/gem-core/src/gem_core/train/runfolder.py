@@ -102,9 +102,17 @@ class RunFolder:
 
     def create(self, config: Config, resume: bool) -> None:
         """Make the folder with its configuration, empty but for that unless ``resume``; call after `check`, when everything else about
-        the run is known to be right. Killed at any point, it leaves a folder that `check` knows for one of a run."""
+        the run is known to be right. Killed at any point, it leaves a folder that `check` knows for one of a run.
+
+        :raises CheckpointError: another process trains in it, or has since `check` found it empty.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        was_empty = self._lock is None
         self.hold()
+        if was_empty and self.config.is_file():
+            self.release()
+            fix = "--resume continues it, --run-dir or --set run.name=… takes another one"
+            raise CheckpointError("another process has trained in this run folder meanwhile", where=str(self.path), fix=fix)
         if not resume:
             # the header last: it is what tells that the rest is a run's
             for path in sorted(self.path.iterdir(), key=lambda p: p == self.header):

@@ -74,6 +74,14 @@ def test_clean_data(tmp_path):
     assert sum(s for s, _ in report.label_rates["cvr"].values()) == N / 8
 
 
+def test_numbers_that_int64_does_not_hold_are_counted(tmp_path):
+    table = {"user": pa.array([None, 7, *range(2**63 - 1, 2**63 + 18)], pa.uint64()), "click": [0] * 21}
+    features = Features.model_validate({"sparse": {"user": {"rows": 64, "hash": True, "default": 0}}, "labels": {"click": {}}})
+    report = validate(config(tmp_path, table), features, "train")
+    (column,) = (c for c in report.columns if c.feature == "sparse.user")
+    assert (column.distinct, column.missing, column.low) == (20, 1, 7.0)
+
+
 def test_every_planted_violation_is_found(tmp_path):
     table = clean()
     table["id"][7] = table["id"][300] = 5

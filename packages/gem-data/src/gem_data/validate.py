@@ -178,7 +178,8 @@ class _Validator:
         kind = array.type
         values: NDArray[Any]
         if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-            values, missing = arrow.integers(array)
+            values, missing = arrow.keys(array)
+            values = values.view(np.uint64) if kind == pa.uint64() else values
         elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
             values, missing = arrow.floats(array)
         else:

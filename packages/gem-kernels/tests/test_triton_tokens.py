@@ -96,3 +96,10 @@ def test_what_no_program_holds_is_refused():
         assert supports(problem(128, 192, 2, 24, 64, torch.bfloat16))
         assert not supports(problem(192, 256, 4, 24, 96, torch.bfloat16))
         assert not supports(problem(64, 64, 5, 4, 32, torch.bfloat16))
+
+
+def test_chips_of_less_shared_memory_are_refused():
+    """A program of the backward pass takes 112 KiB for these tokens; sm_89 has 99."""
+    for arch, fits in ((80, False), (89, False), (90, True), (100, True), (120, False)):
+        dims = ("N", 128), ("D", 192), ("E", 2), ("R", 24), ("F", 64)
+        assert bool(supports(Problem(OP, "cuda", arch, (("x", torch.bfloat16),), dims))) == fits, arch

@@ -18,6 +18,8 @@ MOST = 4
 """Experts whose gradients a program reads."""
 HELD = 1 << 14
 """Values of the weight's gradient that a program holds in registers, in fp32."""
+ROOMY = (9, 10)
+"""NVIDIA's generations whose multiprocessors have the shared memory: up to 167 KiB for a program, and 112 for 128 tokens."""
 FORWARD: dict[str, Any] = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 PROGRAMS = 1
 """Programs of the backward pass for each multiprocessor, which has registers for no more."""
@@ -42,6 +44,8 @@ def supports(problem: Problem) -> Supported:
         return no(f"up to {MOST} experts, got {problem.dim('E')}")
     if pads["N_PAD"] * (pads["P_PAD"] + pads["REST_PAD"]) > HELD:
         return no("more tokens, or more columns of products, than a program holds")
+    if problem.device == "cuda" and (torch.version.hip or (problem.arch is not None and problem.arch // 10 not in ROOMY)):
+        return no(f"written for the shared memory of sm_90 and sm_100; this is {'ROCm' if torch.version.hip else f'sm_{problem.arch}'}")
     return runs_on(problem.device)
 
 

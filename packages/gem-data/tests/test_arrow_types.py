@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.config.features import EventField, Features, Sequence, Sparse
-from gem_core.sources.hashing import mix64
+from gem_core.sources.hashing import hash_integers, mix64, salt_of, to_rows
 from gem_data import ParquetSource, arrow
 from gem_data.block import Bag, flat_index
 
@@ -300,6 +300,19 @@ def test_large_unsigned_numbers_stay_apart(tmp_path):
     features = Features(sample_id="user", columns=("user",), sparse={"x": Sparse(rows=10)})
     (batch,) = ParquetSource(path, features, batch_size=9)
     assert batch.columns["user"].tolist() == batch.sample_ids.tolist() == [-1, -(2**63), 2**63 - 1, 5]
+
+
+def test_folders_of_large_numbers_are_read(tmp_path):
+    values = ["7", "-7", str(2**64 - 1), str(2**64), "--7"]
+    for i, value in enumerate(values):
+        (tmp_path / f"u={value}").mkdir()
+        pq.write_table(pa.table({"id": [i]}), tmp_path / f"u={value}" / "a.parquet")
+    features = Features(sample_id="id", sparse={"u": Sparse(rows=1 << 20, hash=True)})
+    (batch,) = ParquetSource(tmp_path, features, batch_size=9)
+    salt = salt_of("sparse.u")
+    want = [hash_integers(np.array([x]), salt) for x in (np.int64(7), np.int64(-7), np.uint64(2**64 - 1))]
+    found = dict(zip(batch.sample_ids.tolist(), batch.sparse["u"].values.tolist()))
+    assert [found[i] for i in range(3)] == [int(to_rows(x, 1 << 20)[0]) for x in want]
 
 
 @given(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -75,6 +77,14 @@ def missing(file: DataFile, name: str) -> DataError:
     )
 
 
+def _folder_value(text: str) -> pa.Scalar:
+    """What a folder ``key=value`` says: a number where 64 bits hold it, else text."""
+    for kind in (pa.int64(), pa.uint64()) if re.fullmatch(r"-?\d+", text) else ():
+        with suppress(OverflowError, pa.ArrowInvalid):
+            return pa.scalar(int(text), kind)
+    return pa.scalar(text)
+
+
 class Chunk:
     """The rows of one row group that pass the filter. ``kept``: their numbers in the row group, None if all are there."""
 
@@ -87,8 +97,7 @@ class Chunk:
         """The column as one plain array ``[n]`` of whatever type."""
         place = locate(self.file, name)
         if place.constant is not None:
-            text = place.constant
-            return pa.repeat(pa.scalar(int(text) if text.lstrip("-").isdecimal() else text), self.size)
+            return pa.repeat(_folder_value(place.constant), self.size)
         array = plain(self.table[place.top])
         return plain(pc.struct_field(array, place.child)) if place.child is not None and pa.types.is_struct(array.type) else array
 

@@ -88,6 +88,17 @@ def test_a_chip_without_a_table_is_measured_once(timed: list[dict], monkeypatch:
     assert stored["made_up.kernel|d=64|op=silu"]["use"] == {"BLOCK": 128}
 
 
+def test_what_another_version_measured_is_not_taken(timed: list[dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel had other keys, which this one's launch would miss."""
+    path = tune.cache_file(CHIP)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"made_up.kernel|d=64|op=silu": {"use": {"WIDTH": 256}, "ms": 1.0}}))
+    assert configs.choose("made_up.kernel", FACTS, CHIP, candidates, timed.append) == {"BLOCK": 128}
+    forget(monkeypatch)
+    assert configs.choose("made_up.kernel", FACTS, CHIP, candidates, timed.append) == {"BLOCK": 128}
+    assert len(timed) == 6
+
+
 def test_tuning_measures_anew_and_reports(timed: list[dict]) -> None:
     with tune.tuning() as timings:
         configs.choose("made_up.kernel", FACTS, CHIP, candidates, timed.append)

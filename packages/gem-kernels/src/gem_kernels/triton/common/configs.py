@@ -78,7 +78,10 @@ def choose(
     key = (kernel, facts, info, tune.sessions)
     found = _chosen.get(key)
     if found is None:
-        found = tune.remembered(kernel, facts, info) or _committed(info.key, kernel, facts)
+        found = tune.remembered(kernel, facts, info)
+        if found is not None and found not in candidates():
+            found = None  # another version's, whose kernels had other keys
+        found = found or _committed(info.key, kernel, facts)
         if found is None and (assumed() or committed_rules(info.key, kernel.partition(".")[0]) is not None):
             found = candidates()[0]
         if found is None:

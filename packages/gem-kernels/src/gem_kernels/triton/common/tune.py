@@ -91,10 +91,11 @@ def measured(kernel: str, facts: Facts, info: DeviceInfo, candidates: Callable[[
     path = cache_file(info)
     with _locked(path):
         table = _read(path)
-        if session is None and key in table:
+        offered = candidates()
+        if session is None and key in table and table[key]["use"] in offered:
             best = dict(table[key]["use"])
         else:
-            best, ms, tried = _fastest(key, candidates(), run)
+            best, ms, tried = _fastest(key, offered, run)
             # Candidates may themselves have tuned kernels meanwhile.
             table = {**_read(path), key: {"use": best, "ms": ms}}
             _write(path, table)

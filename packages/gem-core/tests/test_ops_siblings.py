@@ -140,3 +140,14 @@ def test_sums_that_are_left_anew_take_the_place_of_those_before() -> None:
         found = siblings.sums_of(parts[0])
         assert found is not None
         assert torch.equal(found, sums)
+
+
+def test_gradients_of_gradients() -> None:
+    weight = _qkv(3).requires_grad_()
+
+    def found(split) -> Tensor:
+        x = _qkv(3).requires_grad_()
+        (g,) = torch.autograd.grad(split(x), x, weight.unbind(1), create_graph=True)
+        return torch.autograd.grad(g.square().sum(), weight)[0]
+
+    assert torch.equal(found(siblings.unbind), found(lambda x: x.unbind(1)))

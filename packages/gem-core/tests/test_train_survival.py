@@ -392,6 +392,22 @@ def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how, monkeyp
     assert train(started(config, "train.steps=8"), run_dir=tmp_path / "run", quiet=True, **{how: True}).steps == 8
 
 
+def test_a_run_folder_is_left_though_a_process_has_inherited_its_lock(tmp_path, monkeypatch):
+    """As one does that was forked meanwhile, a callback's, say."""
+    monkeypatch.setattr(runfolder, "PATIENCE_S", 0.3)
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.hold()
+    assert first._lock is not None
+    child = subprocess.Popen(["sleep", "30"], pass_fds=[first._lock])
+    try:
+        first.release()
+        second.hold()
+    finally:
+        child.kill()
+        child.wait()
+    second.release()
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_another_process_trained_meanwhile_is_left_alone(tmp_path, resume):
     """A job that was started twice, and the second one found the folder empty: it must not begin anew over what the first one left."""

@@ -102,7 +102,7 @@ class _Unbind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         some = next(g for g in grads if g is not None)
         parts = [some.new_zeros(ctx.like) if g is None else g for g in grads]
-        joined = _joined(parts)
+        joined = None if torch.is_grad_enabled() else _joined(parts)  # as one tensor they would be differentiated as the first of them
         if joined is None:
             return torch.stack(parts, 1).view(ctx.given), None
         joined = joined.view(ctx.given)

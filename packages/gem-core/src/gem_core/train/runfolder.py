@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -146,6 +146,8 @@ class RunFolder:
     def release(self) -> None:
         """Let others train here."""
         if self._lock is not None:
+            with suppress(OSError):  # a process that was forked meanwhile holds it too, and closing would leave it locked
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

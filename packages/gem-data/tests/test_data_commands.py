@@ -252,6 +252,17 @@ def test_inspect_clips_infinite_numbers(tmp_path):
     assert "# left out: v: holds infinite numbers" in text
 
 
+@pytest.mark.parametrize("sample_rows", [4, 1000])
+def test_inspect_tells_of_folders_of_numbers_and_text(tmp_path, sample_rows):
+    for value in (*range(5), "none"):
+        (tmp_path / f"c={value}").mkdir()
+        pq.write_table(pa.table({"x": [0.5, 0.7], "click": [0, 1]}), tmp_path / f"c={value}" / "a.parquet")
+    with pytest.raises(DataError, match=r"(?s)'c' has the type int64.*string in another file.*c=none"):
+        propose(tmp_path, sample_rows=sample_rows)
+    (tmp_path / "c=none").rename(tmp_path / "c=9")
+    assert "rows = 10\n" in propose(tmp_path, sample_rows=sample_rows)
+
+
 def test_inspect_reads_files_of_other_types(tmp_path):
     """Widths of numbers and text, and columns that are empty in one file, differ between writers."""
     one = {"a": pa.array([1, 2], pa.int32()), "t": pa.array(["x", "y"]), "f": pa.array([1, 2]), "n": pa.nulls(2), "click": [0, 1]}

@@ -74,8 +74,9 @@ def profile(files: list[DataFile], sample_rows: int) -> list[Column]:
     for name, _ in files[0].partition:
         columns.append(_describe(name, chunks))
         if columns[-1].kind == "int":
-            values = [int(v) for f in files for k, v in f.partition if k == name]
-            columns[-1].low, columns[-1].high = min(values), max(values)
+            one_each = [Chunk(f, 0, f.schema.empty_table(), 1) for f in files]
+            ends = pc.min_max(pa.concat_arrays(_alike(name, [(c, c.array(name)) for c in one_each]))).as_py()
+            columns[-1].low, columns[-1].high = ends["min"], ends["max"]
     reader.close()
     return columns
 

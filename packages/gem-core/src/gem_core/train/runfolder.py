@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
 """Sections that may change when a run is resumed; the others say what the parameters mean."""
 
-PATIENCE_S = 5.0
-"""Seconds in which a process that was just killed may still leave its run folder."""
+PATIENCE_S = 15.0
+"""Seconds in which a process that was just killed, and the loaders that it leaves behind, may still let go of the run folder."""
 
 
 class RunFolder:

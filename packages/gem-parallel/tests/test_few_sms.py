@@ -62,19 +62,44 @@ def test_copies(n):
     assert not target[n:].any()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("dim", "dtype", "output"), [
     (128, torch.bfloat16, torch.bfloat16), (64, torch.float32, torch.float32), (20, torch.bfloat16, torch.float32),
 ])  # fmt: skip
-def test_sums_of_bags(dim, dtype, output):
-    """Empty ones, of one row, of many; more than a program takes."""
-    from gem_parallel.sparse.bag_sums import bag_sums
+def test_sums_of_bags(dim, dtype, output, weighted):
+    """Empty ones, of one row, of many; more than a program takes; lengths on both sides of those that are split, also one after another."""
+    from gem_parallel.sparse.bag_sums import CHUNK, bag_sums
 
     g = torch.Generator().manual_seed(dim)
-    lengths = torch.randint(0, 3, (37,), generator=g)
+    lengths = torch.randint(0, 3, (43,), generator=g)
     lengths[[3, 20]] = torch.tensor([0, 41])
+    lengths[[7, 8, 9, 21, 30, 41, 42]] = torch.tensor([CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK, 7 * CHUNK + 13, 3, 5 * CHUNK - 3])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     values, rows = torch.randn(50, dim, generator=g).to(dtype), torch.randint(0, 50, (int(offsets[-1]),), generator=g)
-    got = bag_sums(values.to(DEVICE), rows.to(DEVICE), offsets.to(DEVICE), output)
-    want = torch.zeros(37, dim).index_add(0, torch.repeat_interleave(torch.arange(37), lengths), values.float()[rows])
+    weights = torch.rand(rows.numel(), generator=g) if weighted else None
+    got = bag_sums(values.to(DEVICE), rows.to(DEVICE), offsets.to(DEVICE), weights.to(DEVICE) if weighted else None, output, 0.5)
+    read = values.double()[rows] * (weights.double().unsqueeze(1) if weighted else 1.0)
+    want = torch.zeros(43, dim, dtype=torch.float64).index_add(0, torch.repeat_interleave(torch.arange(43), lengths), read) * 0.5
     assert got.dtype == output
-    torch.testing.assert_close(got.cpu().float(), want.to(output).float(), rtol=1e-2 if output == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-2 if output == torch.bfloat16 else 1e-5, atol=2e-5)
+
+
+def test_a_bag_of_most_reads_is_split_and_does_not_depend_on_its_place():
+    """One running sum of 20,000 reads in fp32 is off by more than 1e-5, sums of chunks are not; and the same bag behind others gives the
+    same bits."""
+    from gem_parallel.sparse.bag_sums import bag_sums
+
+    n = 20_000
+    values = torch.tensor([[0.1], [1.0]]).expand(2, 8).contiguous()
+    found = []
+    for before in ([], [1] * 5, [3, 70, 0, 1]):
+        lengths = torch.tensor([*before, n, 2])
+        rows = torch.ones(int(lengths.sum()), dtype=torch.int64)
+        rows[sum(before) : sum(before) + n] = 0
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        got = bag_sums(values.to(DEVICE), rows.to(DEVICE), offsets.to(DEVICE), None, torch.float32).cpu()
+        torch.testing.assert_close(got[-1], torch.full((8,), 2.0))
+        found.append(got[len(before)])
+    torch.testing.assert_close(found[0].double(), torch.full((8,), n * float(values[0, 0]), dtype=torch.float64), rtol=2e-6, atol=0)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -44,10 +44,10 @@ def segment_sum(
     """
     if rows.numel() == 0 or offsets.numel() == 1:
         return values.new_zeros(offsets.numel() - 1, values.shape[1], dtype=dtype)
-    if values.is_cuda and weights is None and find_spec("triton") is not None:
+    if values.is_cuda and find_spec("triton") is not None:
         from gem_parallel.sparse.bag_sums import bag_sums
 
-        return bag_sums(values, rows, offsets, dtype, scale)
+        return bag_sums(values, rows, offsets, weights, dtype, scale)
     if values.dtype != torch.float32:
         values, rows = values.index_select(0, rows).float(), torch.arange(rows.numel(), device=rows.device)
     found = F.embedding_bag(rows, values, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
@@ -81,8 +81,8 @@ class Reads:
         return cls(rows, place, bag, bounds, None if weights is None else weights[order])
 
     def gradients(self, bag_gradients: Tensor, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-        """``[U, D]`` of ``dtype``: ``scale`` times the gradient of each distinct row from those of the bags ``[B, D]``, summed in the order
-        of the reads."""
+        """``[U, D]`` of ``dtype``: ``scale`` times the gradient of each distinct row from those of the bags ``[B, D]``, summed in an order
+        that its own reads decide."""
         return segment_sum(bag_gradients, self.bag, self.bounds, self.weights, dtype, scale)
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.hookspecs import KernelSpec
+from gem_core.model import layers
 from gem_core.model.rows import Rows
-from gem_core.model.sequence import SelfAttention
-from gem_core.ops import dispatch, siblings
+from gem_core.model.sequence import SelfAttention, rotary_angles
+from gem_core.ops import add_linear, dispatch, siblings
 
 OFFSETS = torch.tensor([0, 3, 3, 8])
 
@@ -151,3 +153,24 @@ def test_gradients_of_gradients() -> None:
         return torch.autograd.grad(g.square().sum(), weight)[0]
 
     assert torch.equal(found(siblings.unbind), found(lambda x: x.unbind(1)))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "block"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_column_sums_of_softmax_attention_follow_from_those_of_its_results_gradient(
+    kind: str, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of values they are those, of keys zero: from a skip connection's product on, to the projection's bias. Not where angles turn values."""
+    monkeypatch.setattr(layers, "_many", lambda _x: True)
+    monkeypatch.setattr(add_linear, "implementation", lambda _x, _w: lambda residual, x, w, b: residual + F.linear(x, w, b))
+    torch.manual_seed(0)
+    module, rows = SelfAttention(8, 2, 4, kind, window=1, block=2), Rows(OFFSETS, 8, 5)  # type: ignore[arg-type]
+    s, angles = torch.randn(8, 8, requires_grad=True), rotary_angles(rows, 4, "position") if turned else None
+    seen: list[Tensor | None] = []
+    with dispatch.offering(_noting("norm_linear", seen)):
+        module(s, rows, angles).square().sum().backward()
+    (sums,) = seen
+    if turned:
+        assert sums is None
+    else:
+        torch.testing.assert_close(sums, module.qkv.linear.bias.grad)

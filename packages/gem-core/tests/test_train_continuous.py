@@ -39,7 +39,15 @@ def batch(items: list[int], tags: list[int], events: list[int]) -> Batch:
 
 @pytest.fixture
 def recency():
-    config = config_from_dict({"run": {"device": "cpu"}, "features": FEATURES, "model": {"name": "din"}, "data": {"source": "synthetic"}})
+    config = config_from_dict(
+        {
+            "run": {"device": "cpu"},
+            "features": FEATURES,
+            "model": {"name": "din"},
+            "data": {"source": "synthetic"},
+            "train": {"tables": {"initial_accumulator": 0.5}},
+        }
+    )
     resolved = resolve(config.model_copy(update={"features": Features.model_validate(FEATURES)}))
     with runtime(resolved.config) as rt:
         parts = build_parts(resolved, rt)
@@ -59,7 +67,7 @@ def test_rows_unread_for_more_than_so_many_partitions_begin_anew(recency: Recenc
     assert recency.turn() == {"item": 2}  # 4
     changed = (table != before).any(1)
     assert changed.tolist() == [True, False, True, False, False, False]
-    assert sums.tolist() == [0, 2, 0, 2, 2, 2]
+    assert sums.tolist() == [0.5, 2, 0.5, 2, 2, 2]
     assert recency.last["item"].tolist() == [NEVER, 2, NEVER, NEVER, NEVER, NEVER]
     assert recency.turn() == {"item": 1, "sparse.tag": 1}  # 5
     # rows that were never read hold nothing to give back

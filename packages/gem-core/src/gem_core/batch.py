@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gem_core.errors import BatchError
-from gem_core.jagged import Jagged, check_offsets, lengths_to_offsets
+from gem_core.jagged import Jagged, check_offsets, lengths_to_offsets, places
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,7 @@ class SparseGroup:
         if self.offsets_per_key is not None:
             return self.offsets_per_key
         per_key = self.lengths.view(len(self.keys), -1).sum(1).tolist() if self.keys else []
-        bounds = [0]
-        for n in per_key:
-            bounds.append(bounds[-1] + int(n))
-        return tuple(bounds)
+        return tuple(accumulate(per_key, initial=0))
 
     def __getitem__(self, key: str) -> Jagged:
         """The ids of one feature as Jagged views ``values [V_key]``, ``offsets [B+1]``."""
@@ -64,9 +62,6 @@ class SparseGroup:
         sizes = {k: j.batch_size for k, j in features.items()}
         if len(set(sizes.values())) > 1:
             raise BatchError(f"sparse features have different batch sizes: {sizes}", where=", ".join(features))
-        bounds = [0]
-        for j in features.values():
-            bounds.append(bounds[-1] + j.values.shape[0])
         packed = None
         if weights:
             packed = torch.cat(
@@ -77,7 +72,7 @@ class SparseGroup:
             torch.cat([j.values for j in features.values()]),
             torch.cat([j.lengths for j in features.values()]),
             packed,
-            tuple(bounds),
+            tuple(accumulate((j.values.shape[0] for j in features.values()), initial=0)),
         )
 
     def to_kjt(self) -> Any:
@@ -206,71 +201,41 @@ class Batch:
 
     def select_range(self, start: int, stop: int) -> Batch:
         """Samples ``start:stop``. Request-level groups are kept whole; ``kv_index`` is cut."""
-        rows = slice(start, stop)
-
-        def cut(t: Any) -> Any:
-            return None if t is None else t[rows]
-
-        target_rows = None
+        rows = target_rows = slice(start, stop)
         if self.targets is not None and self.sequences:
             offsets = next(iter(self.sequences.values())).offsets
             target_rows = slice(int(offsets[start]), int(offsets[stop]))
-        return replace(
-            self,
+        return self._picked(
+            lambda values: values[rows],
             size=stop - start,
-            dense=cut(self.dense),
-            vectors={k: v[rows] for k, v in self.vectors.items()},
             sparse=None if self.sparse is None else _cut_sparse(self.sparse, start, stop),
             sequences={k: _cut_sequence(g, start, stop) for k, g in self.sequences.items()},
-            labels=cut(self.labels),
-            label_mask=cut(self.label_mask),
-            weights=cut(self.weights),
-            targets=None if self.targets is None else self.targets[target_rows] if target_rows else self.targets[rows],
-            target_mask=None if self.target_mask is None else self.target_mask[target_rows] if target_rows else self.target_mask[rows],
-            num_targets=cut(self.num_targets),
-            requests=None if self.requests is None else replace(self.requests, kv_index=self.requests.kv_index[rows]),
-            timestamps=cut(self.timestamps),
-            columns={k: v[rows] for k, v in self.columns.items()},
-            sample_ids=cut(self.sample_ids),
+            targets=None if self.targets is None else self.targets[target_rows],
+            target_mask=None if self.target_mask is None else self.target_mask[target_rows],
         )
 
     def take(self, rows: Tensor) -> Batch:
         """Samples ``rows`` (int64, in any order) of a batch on the host, packed anew. Request-level groups are kept whole; next-item
         targets are left out."""
-
-        def picked(t: Any) -> Any:
-            return None if t is None else [t[i] for i in rows.tolist()] if isinstance(t, list) else t[rows]
-
-        sparse = self.sparse
-        if sparse is not None and sparse.keys:
-            bounds, b = sparse.key_bounds(), self.size
-            lengths = sparse.lengths.view(len(sparse.keys), b)
-            if int(lengths.min()) == int(lengths.max()) == 1:
-                places = (torch.tensor(bounds[:-1]).unsqueeze(1) + rows).flatten()
-                bounds = tuple(i * rows.numel() for i in range(len(sparse.keys) + 1))
-            else:
-                parts = [_places(lengths_to_offsets(n), rows) + start for n, start in zip(lengths, bounds)]
-                places = torch.cat(parts)
-                bounds = (0, *torch.tensor([p.numel() for p in parts]).cumsum(0).tolist())
-            weights = None if sparse.weights is None else sparse.weights[places]
-            sparse = SparseGroup(sparse.keys, sparse.values[places], lengths[:, rows].flatten(), weights, bounds)
-        return replace(
-            self,
+        return self._picked(
+            lambda values: [values[i] for i in rows.tolist()] if isinstance(values, list) else values[rows],
             size=rows.numel(),
-            dense=picked(self.dense),
-            vectors={k: v[rows] for k, v in self.vectors.items()},
-            sparse=sparse,
-            sequences={k: _take_sequence(g, rows) for k, g in self.sequences.items()},
-            labels=picked(self.labels),
-            label_mask=picked(self.label_mask),
-            weights=picked(self.weights),
+            sparse=None if self.sparse is None else _take_sparse(self.sparse, rows),
+            sequences={k: take_events(g, rows) for k, g in self.sequences.items()},
             targets=None,
             target_mask=None,
-            num_targets=picked(self.num_targets),
-            requests=None if self.requests is None else replace(self.requests, kv_index=self.requests.kv_index[rows]),
-            timestamps=picked(self.timestamps),
-            columns={k: v[rows] for k, v in self.columns.items()},
-            sample_ids=picked(self.sample_ids),
+        )
+
+    def _picked(self, pick: Callable[[Any], Any], **others: Any) -> Batch:
+        """``pick`` applied to whatever has a row a sample; ``others`` take the place of the rest."""
+        names = ("dense", "labels", "label_mask", "weights", "num_targets", "timestamps", "sample_ids")
+        return replace(
+            self,
+            **{name: pick(values) for name in names if (values := getattr(self, name)) is not None},
+            vectors={k: pick(v) for k, v in self.vectors.items()},
+            columns={k: pick(v) for k, v in self.columns.items()},
+            requests=None if self.requests is None else replace(self.requests, kv_index=pick(self.requests.kv_index)),
+            **others,
         )
 
     def validate(self) -> Batch:
@@ -329,25 +294,33 @@ def _cut_sequence(group: SequenceGroup, start: int, stop: int) -> SequenceGroup:
     return SequenceGroup(group.offsets[start : stop + 1] - a, cut, times, group.max_length)
 
 
-def _places(offsets: Tensor, rows: Tensor) -> Tensor:
-    """Positions of the values of ``rows``, one row after another."""
-    lengths = offsets.diff()[rows]
-    starts = offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
-    total = int(lengths.sum())
-    return torch.repeat_interleave(starts, lengths, output_size=total) + torch.arange(total)
+def _take_sparse(group: SparseGroup, rows: Tensor) -> SparseGroup:
+    if not group.keys:
+        return group
+    bounds, lengths = group.key_bounds(), group.lengths.view(len(group.keys), -1)
+    if bool((lengths == 1).all()):
+        at = (torch.tensor(bounds[:-1]).unsqueeze(1) + rows).flatten()
+        bounds = tuple(i * rows.numel() for i in range(len(group.keys) + 1))
+    else:
+        parts = [places(lengths_to_offsets(n), rows)[1] + start for n, start in zip(lengths, bounds)]
+        at = torch.cat(parts)
+        bounds = tuple(accumulate((p.numel() for p in parts), initial=0))
+    weights = None if group.weights is None else group.weights[at]
+    return SparseGroup(group.keys, group.values[at], lengths[:, rows].flatten(), weights, bounds)
 
 
-def _take_sequence(group: SequenceGroup, rows: Tensor) -> SequenceGroup:
-    places = _places(group.offsets, rows)
+def take_events(group: SequenceGroup, rows: Tensor, events: int | None = None, inner: Mapping[str, int] | None = None) -> SequenceGroup:
+    """The histories ``rows`` (int64, in any order), packed anew. ``events`` they have, and ``inner`` values by multi-valued field, are host
+    integers that save waiting for the device."""
+    offsets, at = places(group.offsets, rows, events)
     fields: dict[str, Tensor | Jagged] = {}
     for name, value in group.fields.items():
         if isinstance(value, Jagged):
-            inner = lengths_to_offsets(value.lengths[places])
-            fields[name] = Jagged(value.values[_places(value.offsets, places)], inner, value.max_length)
+            bounds, chosen = places(value.offsets, at, None if inner is None else inner[name])
+            fields[name] = Jagged(value.values[chosen], bounds, value.max_length)
         else:
-            fields[name] = value[places]
-    times = None if group.timestamps is None else group.timestamps[places]
-    return SequenceGroup(lengths_to_offsets(group.lengths[rows]), fields, times, group.max_length)
+            fields[name] = value[at]
+    return SequenceGroup(offsets, fields, None if group.timestamps is None else group.timestamps[at], group.max_length)
 
 
 def _validate_sparse(group: SparseGroup, batch_size: int) -> None:

@@ -73,6 +73,16 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def places(offsets: Tensor, rows: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """``rows`` (int64, in any order) packed one after another: their offsets, and where their values lie. ``total`` values: a host integer
+    that saves waiting for the device."""
+    lengths = offsets.diff()[rows]
+    packed = lengths_to_offsets(lengths)
+    total = int(packed[-1]) if total is None else total
+    shift = torch.repeat_interleave(offsets[:-1][rows] - packed[:-1], lengths, output_size=total)
+    return packed, shift + torch.arange(total, device=offsets.device)
+
+
 def check_offsets(offsets: Tensor, rows: int, name: str) -> None:
     """Raise BatchError unless ``offsets`` is 1-D int32/int64, begins with 0, never decreases and ends at or before ``rows``."""
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype not in (torch.int32, torch.int64):

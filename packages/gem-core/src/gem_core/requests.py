@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gem_core.batch import Batch, Requests, SequenceGroup, SparseGroup
-from gem_core.jagged import Jagged, lengths_to_offsets
+from gem_core.batch import Batch, Requests, SparseGroup, take_events
+from gem_core.jagged import Jagged, places
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ def expanded(batch: Batch, known: Sizes | None = None) -> Batch:
         return batch
     known = sizes(batch) if known is None else known
     index = requests.kv_index.to(torch.int64)
-    groups = {name: _repeated(name, group, index, known) for name, group in requests.sequences.items()}
+    groups = {}
+    for name, group in requests.sequences.items():
+        inner = {key: values for (history, key), values in known.inner.items() if history == name}
+        groups[name] = take_events(group, index, known.events[name], inner)
     sparse = batch.sparse
     if requests.sparse is not None:
         sparse = _joined(sparse, requests.sparse, index, known)
@@ -71,34 +74,13 @@ def by_request(batch: Batch, index: Tensor, first: Tensor) -> Batch:
     return replace(batch, sequences={}, requests=Requests(index, samples.sequences))
 
 
-def _places(offsets: Tensor, rows: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """(offsets of ``rows`` one after another, positions of their ``total`` values)."""
-    lengths = offsets.diff()[rows]
-    fresh = lengths_to_offsets(lengths)
-    shift = offsets[:-1][rows] - fresh[:-1]
-    return fresh, torch.repeat_interleave(shift, lengths, output_size=total) + torch.arange(total, device=offsets.device)
-
-
-def _repeated(name: str, group: SequenceGroup, index: Tensor, known: Sizes) -> SequenceGroup:
-    offsets, places = _places(group.offsets, index, known.events[name])
-    fields: dict[str, Tensor | Jagged] = {}
-    for key, value in group.fields.items():
-        if isinstance(value, Jagged):
-            inner, at = _places(value.offsets, places, known.inner[name, key])
-            fields[key] = Jagged(value.values[at], inner, value.max_length)
-        else:
-            fields[key] = value[places]
-    times = None if group.timestamps is None else group.timestamps[places]
-    return SequenceGroup(offsets, fields, times, group.max_length)
-
-
 def _joined(own: SparseGroup | None, shared: SparseGroup, index: Tensor, known: Sizes) -> SparseGroup:
     features = {} if own is None else {key: own[key] for key in own.keys}
     weights = {} if own is None or own.weights is None else {key: own.jagged(key, own.weights).values for key in own.keys}
     for key in shared.keys:
         found = shared[key]
-        offsets, places = _places(found.offsets, index, known.ids[key])
-        features[key] = Jagged(found.values[places], offsets)
+        offsets, at = places(found.offsets, index, known.ids[key])
+        features[key] = Jagged(found.values[at], offsets)
         if shared.weights is not None:
-            weights[key] = shared.jagged(key, shared.weights).values[places]
+            weights[key] = shared.jagged(key, shared.weights).values[at]
     return SparseGroup.from_jagged(features, weights or None)

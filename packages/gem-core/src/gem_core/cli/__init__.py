@@ -13,8 +13,6 @@ from typing import Any
 
 from gem_core.errors import GemError, RunError
 
-USAGE = 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""

@@ -153,9 +153,9 @@ def _traced(serving: Serving, device: torch.device) -> Any:
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its own pytrees
             program = torch.export.export(serving, (example,), dynamic_shapes=(_dynamic(serving.inputs),), strict=False)
             return program.run_decompositions(traceable.table())
+    except MemoryError:
+        raise
     except Exception as error:
-        if isinstance(error, (KeyboardInterrupt, MemoryError)):
-            raise
         raise RunError(
             f"torch.export cannot follow the model: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             where=f"torch {torch.__version__}",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.model.config import NormKind
-from gem_core.ops import add_linear
+from gem_core.ops import add_linear, siblings
 from gem_core.ops.add_linear import AddLinear
 
 
@@ -172,8 +172,10 @@ MANY_ROWS = 16_384
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """``x.sum(0)`` of ``[N, d]``. On a device and in 16 bits a product with ones, which reads the rows twice as fast as a reduction does;
-    the ones lie row by row, since a stride that is no multiple of 8 makes the product slow."""
+    """``x.sum(0)`` of ``[N, d]``, as `gem_core.ops.siblings.column_sums` does it, rounded to x's dtype by the product itself."""
+    known = siblings.sums_of(x)
+    if known is not None:
+        return known.to(x.dtype)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return (x.new_ones((x.shape[0], 8)).t() @ x)[0]
     return x.sum(0)
@@ -198,15 +200,15 @@ class _RowsLinear(torch.autograd.Function):
 def _many(x: Tensor) -> bool:
     if torch.compiler.is_compiling():  # first, since a question for the rows would compile anew for each answer
         return False
-    return x.is_cuda and x.dim() == 2 and x.shape[0] >= MANY_ROWS and x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and x.numel() >= MANY_ROWS * x.shape[-1] and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def rows_linear(linear: nn.Module, x: Tensor) -> Tensor:
-    """``linear(x)`` of rows ``[N, in]``."""
+    """``linear(x)`` of rows ``[..., in]``."""
     if _many(x) and type(linear) is nn.Linear:
         w, b = linear.weight, linear.bias
         if w.dtype == x.dtype and b is not None and b.dtype == x.dtype:
-            return _RowsLinear.apply(x, w, b)
+            return _RowsLinear.apply(x.flatten(0, -2), w, b).unflatten(0, x.shape[:-1])
     return linear(x)
 
 
@@ -223,13 +225,12 @@ class _AddedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         _, need_residual, need_x, need_w, need_b = ctx.needs_input_grad
-        return (
-            None,
-            dy if need_residual else None,
-            dy @ w if need_x else None,
-            dy.t() @ x if need_w else None,
-            column_sums(dy) if need_b else None,
-        )
+        sums = siblings.column_sums(dy)
+        dx = None
+        if need_x:
+            dx = dy @ w
+            siblings.leave_sums([dx], sums @ w.to(sums.dtype))
+        return None, dy if need_residual else None, dx, dy.t() @ x if need_w else None, sums.to(w.dtype) if need_b else None
 
 
 def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dropout | None = None) -> Tensor:
@@ -238,7 +239,7 @@ def added_linear(linear: nn.Module, x: Tensor, residual: Tensor, dropout: nn.Dro
     dropped = dropout is not None and dropout.p and dropout.training
     if not dropped and hasattr(linear, "added"):
         return linear.added(x, residual)  # type: ignore[no-any-return]
-    if _many(x) and type(linear) is nn.Linear and not dropped:
+    if _many(x) and x.dim() == 2 and type(linear) is nn.Linear and not dropped:
         w, b = linear.weight, linear.bias
         if b is not None and {w.dtype, b.dtype, residual.dtype} == {x.dtype} and (run := add_linear.implementation(x, w)) is not None:
             return _AddedLinear.apply(run, residual, x, w, b)  # type: ignore[no-any-return]

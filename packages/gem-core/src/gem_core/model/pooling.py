@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
-from gem_core.model.layers import NormLinear, TokenMix
+from gem_core.model.layers import NormLinear, TokenMix, rows_linear
 from gem_core.model.rows import Rows
 from gem_core.ops import siblings
 from gem_core.ops.contract import OpPrecision
@@ -70,7 +70,8 @@ class SeedPooling(nn.Module):
             lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
             o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths, precision=self.attention_precision)
             pooled.append(o.view(b, self.count, self.heads * self.head_dim))
-        return self.out(pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)), s
+        read = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
+        return (self.out(read) if isinstance(self.out, SumKron) else rows_linear(self.out, read)), s
 
 
 class Pooling(nn.Module):

@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
                 q, k, v, rows.offsets, max_q_len=rows.max_length, causal=self.causal, window=self.window,
                 num_targets=rows.num_targets, context_len=rows.context_len, precision=self.attention_precision,
             )  # fmt: skip
-        return added_linear(self.out, o.flatten(1), s, self.dropout)
+        return added_linear(self.out, siblings.flat(o), s, self.dropout)
 
 
 class SequenceBlock(nn.Module):

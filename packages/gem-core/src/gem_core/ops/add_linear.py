@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from gem_core.ops import dispatch
-from gem_core.ops.contract import Problem
+from gem_core.ops.contract import Problem, arch_of
 
 OP = "add_linear"
 AddLinear = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -21,8 +20,6 @@ AddLinear = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def implementation(x: Tensor, w: Tensor) -> AddLinear | None:
     """``(residual, x, w, b) -> sum`` by the fastest implementation; None without one, or where the configuration's choice for all ops is
     not the fastest."""
-    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-    arch = 10 * major + minor if x.is_cuda else None
-    problem = Problem(OP, x.device.type, arch, (("x", x.dtype),), (("K", w.shape[1]), ("N", w.shape[0])))
+    problem = Problem(OP, x.device.type, arch_of(x.device), (("x", x.dtype),), (("K", w.shape[1]), ("N", w.shape[0])))
     spec = dispatch.fastest(problem)
     return None if spec is None else lambda residual, x, w, b: spec.forward(problem, residual, x, w, b)[0]

@@ -393,6 +393,13 @@ def _flops(named: Named, sizes: Sizes, spec: Spec, needs: Sequence[bool] | None)
     return attention_flops(int(pairs.sum()), q.shape[1], q.shape[2], v.shape[2], backward=needs is not None)
 
 
+def _weights(named: Named, spec: Spec) -> float | None:
+    """Self-attention shows every row to itself, so that the softmax of a row is one of something. Products in other formats round weights."""
+    q, k = named["q_offsets"], named["k_offsets"]
+    own = q is not None and k is not None and q.data_ptr() == k.data_ptr() and named["target_k"] is None and named["kv_index"] is None
+    return float(spec.option("out_scale", 1.0)) if own and spec.precision is None else None
+
+
 _SHARED: dict[str, Any] = {"dims": dims, "flops": _flops, "bounds": bounds, "sizes": ("max_q_len", "max_k_len")}
-library.define(OpDefinition(JAGGED_ATTENTION, fake=_fake, check=partial(_check, "jagged_attention"), **_SHARED))
+library.define(OpDefinition(JAGGED_ATTENTION, fake=_fake, check=partial(_check, "jagged_attention"), weights=_weights, **_SHARED))
 library.define(OpDefinition(GDPA, fake=lambda n, s, o: _fake(n, s, o)[:1], check=partial(_check, "gdpa"), **_SHARED))

@@ -200,4 +200,9 @@ def _fake(named: Named, sizes: Sizes, spec: Spec) -> list[Tensor]:
     return [q.new_empty(q.shape[0], q.shape[1], v.shape[2])]
 
 
-library.define(OpDefinition(BLOCK_ATTENTION, dims=_dims, fake=_fake, flops=_flops, check=_check))
+def _weights(named: Named, spec: Spec) -> float | None:
+    """Angles turn keys and values, so that what is added to all of them is not the same for every row."""
+    return 1.0 if named["rotary_cos"] is None else None
+
+
+library.define(OpDefinition(BLOCK_ATTENTION, dims=_dims, fake=_fake, flops=_flops, check=_check, weights=_weights))

@@ -55,6 +55,14 @@ class Problem:
         return dict(self.options).get(name, default)
 
 
+def arch_of(device: torch.device) -> int | None:
+    """``Problem.arch`` of a device: 90 for compute capability 9.0; None for one without."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 @dataclass(frozen=True)
 class Supported:
     """Answer of ``KernelSpec.supports``: true, or false with the reason that `gemrec plugins --ops` prints."""
@@ -89,8 +97,6 @@ class OpContract:
     ``backward(problem, saved, dout, needs) -> grads``: ``dout`` is the gradient of ``differentiable_outputs`` (a tensor for one name, else
     a tuple in which absent gradients are None), ``needs`` a bool for each of ``differentiable``; the result has a gradient of the input's
     dtype for each of them, None where not needed. A residual is not among them: its gradient is that of ``x``.
-
-    ``own_backward`` False: the gradient is another op of the family and implementations have ``backward=None``.
     """
 
     op: str
@@ -101,7 +107,6 @@ class OpContract:
     optional: frozenset[str] = field(default_factory=frozenset)
     differentiable_outputs: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
-    own_backward: bool = True
 
     @property
     def made(self) -> tuple[str, ...]:

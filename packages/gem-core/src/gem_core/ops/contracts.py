@@ -102,21 +102,15 @@ NORM_GDPA = OpContract(
 #   jagged_expand(problem, rows_per_sample [B, ...], offsets, rows=R) -> [R, ...]: row b of the input for every row of sample b
 #   jagged_to_padded(problem, values, offsets, max_len=M) -> [B, M, ...], filled with problem.option("fill")
 #   padded_to_jagged(problem, padded [B, M, ...], offsets, rows=R) -> [R, ...]
-JAGGED_CONCAT = OpContract("jagged_concat", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), own_backward=False)
-JAGGED_SPLIT = OpContract(
-    "jagged_split", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("rows",), own_backward=False
-)
-JAGGED_SUM = OpContract("jagged_sum", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), own_backward=False)
-JAGGED_MEAN = OpContract("jagged_mean", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), own_backward=False)
-JAGGED_EXPAND = OpContract(
-    "jagged_expand", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("rows",), own_backward=False
-)
+JAGGED_CONCAT = OpContract("jagged_concat", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",))
+JAGGED_SPLIT = OpContract("jagged_split", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("rows",))
+JAGGED_SUM = OpContract("jagged_sum", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",))
+JAGGED_MEAN = OpContract("jagged_mean", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",))
+JAGGED_EXPAND = OpContract("jagged_expand", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("rows",))
 JAGGED_TO_PADDED = OpContract(
-    "jagged_to_padded", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("max_len",), own_backward=False
+    "jagged_to_padded", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("max_len",)
 )
-PADDED_TO_JAGGED = OpContract(
-    "padded_to_jagged", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("rows",), own_backward=False
-)
+PADDED_TO_JAGGED = OpContract("padded_to_jagged", ("values", "offsets"), ("out",), (), (), differentiable_outputs=("out",), sizes=("rows",))
 
 ALL = (
     JAGGED_ATTENTION, GDPA, BLOCK_ATTENTION, NORM, NORM_LINEAR, LINEAR_NORM, MLP, NORM_GDPA,

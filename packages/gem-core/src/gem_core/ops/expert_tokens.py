@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gem_core.hookspecs import KernelSpec
 from gem_core.ops import dispatch
-from gem_core.ops.contract import Problem
+from gem_core.ops.contract import Problem, arch_of
 
 OP = "expert_tokens"
 
@@ -49,9 +48,8 @@ class Implementation:
 
 def implementation(x: Tensor, weight: Tensor, experts: int, f: int) -> Implementation | None:
     """The fastest implementation; None without one, or where the configuration's choice for all ops is not the fastest."""
-    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
     _, n, d = x.shape
     dims = ("N", n), ("D", d), ("E", experts), ("R", (weight.shape[0] - (n - f)) // experts), ("F", f)
-    problem = Problem(OP, x.device.type, 10 * major + minor if x.is_cuda else None, (("x", x.dtype),), dims)
+    problem = Problem(OP, x.device.type, arch_of(x.device), (("x", x.dtype),), dims)
     spec = dispatch.fastest(problem)
     return None if spec is None else Implementation(spec, problem)

@@ -7,7 +7,9 @@ read from the offsets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn.functional import pad
 
 from gem_core.errors import OpError
 from gem_core.ops import checks, dispatch, flop_registry, library
-from gem_core.ops.contract import YES, OpContract, Problem, Supported
+from gem_core.ops.contract import OpContract, Problem, arch_of
 from gem_core.ops.contracts import (
     JAGGED_CONCAT,
     JAGGED_EXPAND,
@@ -189,18 +191,11 @@ def _spec(op: str, values: Sequence[Tensor], backend: str | None, **options: flo
 
 def _problem(op: str, values: Tensor, offsets: Tensor, spec: str, parts: int = 1) -> Problem:
     decoded = library.decode(spec)
-    width = 1
-    for n in values.shape[2:] if op == "padded_to_jagged" else values.shape[1:]:
-        width *= n
-    device = values.device
-    arch = None
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
+    width = math.prod(values.shape[2:] if op == "padded_to_jagged" else values.shape[1:])
     return Problem(
         op,
-        device.type,
-        arch,
+        values.device.type,
+        arch_of(values.device),
         (("values", values.dtype), ("offsets", offsets.dtype)),
         (("width", width), ("parts", parts)),
         decoded.options,
@@ -426,13 +421,8 @@ _register(
 # --- references: one slice a sample ---
 
 
-def supports(problem: Problem) -> Supported:
-    return YES
-
-
 def _bounds(offsets: Tensor) -> list[tuple[int, int]]:
-    host = offsets.tolist()
-    return list(zip(host, host[1:]))
+    return list(pairwise(offsets.tolist()))
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

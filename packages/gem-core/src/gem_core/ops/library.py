@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gem_core.errors import OpError
 from gem_core.ops import dispatch, flop_registry, siblings
-from gem_core.ops.contract import NORMED, OpContract, OpPrecision, Problem
+from gem_core.ops.contract import NORMED, OpContract, OpPrecision, Problem, arch_of
 
 NAMESPACE = "gem"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -89,6 +89,7 @@ class OpDefinition:
     ``dims(named)`` are the Problem's dims, from tensors that are inputs *and* saved. ``bounds(named, sizes)`` are further options such as
     max_q_len, to be rounded up to powers of two. ``fake(named, sizes, spec)`` gives empty results: outputs, then those made for backward.
     ``check(named, sizes, spec)`` looks at values. ``flops(named, sizes, spec, needs)``: forward for needs None, else backward.
+    ``weights(named, spec)``: of attention, what the weights of every row add up to, None where they do not; ``named`` are saved tensors.
     """
 
     contract: OpContract
@@ -97,6 +98,7 @@ class OpDefinition:
     flops: Callable[[Named, Sizes, Spec, Sequence[bool] | None], int]
     bounds: Callable[[Named, Sizes], tuple[tuple[str, int], ...]] = lambda named, sizes: ()
     check: Callable[[Named, Sizes, Spec], None] = lambda named, sizes, spec: None
+    weights: Callable[[Named, Spec], float | None] = lambda named, spec: None
     sizes: tuple[str, ...] = ()
 
     @property
@@ -121,12 +123,10 @@ def problem_for(definition: OpDefinition, named: Named, sizes: Sizes, spec: str)
 @lru_cache(maxsize=8192)
 def _problem(op: str, spec: str, device: torch.device, dtypes: Any, dims: Any, bounds: Any, deterministic: bool) -> Problem:
     decoded = decode(spec)
-    arch = None
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
     options = tuple(sorted((*decoded.options, *bounds)))
-    return Problem(op, device.type, arch, dtypes, dims, options, decoded.present, decoded.precision, decoded.needs_grad, deterministic)
+    return Problem(
+        op, device.type, arch_of(device), dtypes, dims, options, decoded.present, decoded.precision, decoded.needs_grad, deterministic
+    )
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -222,7 +222,10 @@ def _define_backward(definition: OpDefinition) -> None:
             raise _broken(contract, kernel.name, f"backward returned {_described(result)}; the contract wants {wanted}")
         like = next(t for t in named.values() if t is not None)
         grads: list[Any] = [t if need else None for t, need in zip(result, needs)]
-        siblings_of_one = siblings.place(_ranges(args[-1]), grads)
+        together = _ranges(args[-1])
+        siblings_of_one = siblings.place(together, grads)
+        if together == [range(3)] and (total := definition.weights(named, decode(spec))) is not None:
+            siblings.leave_softmax_sums(grads[:3], dout, total)
         return _plain([t if i in siblings_of_one else _dense(t, like) for i, t in enumerate(grads)])
 
     def fake(*args: Any) -> tuple[Tensor, ...] | Tensor:

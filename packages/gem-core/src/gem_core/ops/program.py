@@ -34,7 +34,7 @@ OP = "program"
 @dataclass(eq=False)
 class Rows:
     """Packed rows ``[N, width]``: a sample's rows by ``offsets [B+1]``, or ``each`` rows a sample. ``tensor`` is what was given; ``of`` the
-    rows that these are a view of; ``column`` and ``span`` what part of a row is meant."""
+    rows that these are ``width`` columns of, from ``column`` on."""
 
     width: int
     offsets: Tensor | None = None

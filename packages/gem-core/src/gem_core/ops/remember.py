@@ -41,6 +41,12 @@ def _stream_of_graph(t: Tensor) -> int | None:
     return int(torch.cuda.current_stream(t.device).cuda_stream)
 
 
+def _place(t: Tensor) -> tuple[Any, int | None]:
+    """Where something is kept with ``t``, None where nothing may be; and the stream that a graph is recorded from."""
+    stream = _stream_of_graph(t)
+    return None if t.is_inference() else _kept if stream is None else _in_graph, stream
+
+
 def remembered(tensors: Sequence[Tensor | None], key: Hashable, build: Callable[[], T]) -> T:
     """``build()``, or its result of an earlier call with the same tensors, unwritten since, and an equal ``key``.
 
@@ -49,9 +55,8 @@ def remembered(tensors: Sequence[Tensor | None], key: Hashable, build: Callable[
     """
     given = [t for t in tensors if t is not None]
     anchor = given[0]
-    stream = _stream_of_graph(anchor)
-    kept = _kept if stream is None else _in_graph
-    if kept is None or any(t.is_inference() for t in given):
+    kept, stream = _place(anchor)
+    if kept is None or any(t.is_inference() for t in given[1:]):
         return build()
     stamp = (key, stream, tuple(t._version for t in given))
     results = kept.get(anchor)
@@ -70,18 +75,16 @@ def remembered(tensors: Sequence[Tensor | None], key: Hashable, build: Callable[
 def note(t: Tensor, key: Hashable, value: Any) -> None:
     """Keep ``value``, which must not hold on to ``t``, under ``key`` for whoever meets the same tensor later (`noted`); in place of what
     was noted before, since who writes a tensor behind PyTorch's back does not count as writing it."""
-    stream = _stream_of_graph(t)
-    kept = _kept if stream is None else _in_graph
-    if kept is not None and not t.is_inference():
+    kept, stream = _place(t)
+    if kept is not None:
         kept.get(t, {}).pop((key, stream, (t._version,)), None)
         remembered([t], key, lambda: value)
 
 
 def noted(t: Tensor, key: Hashable) -> Any:
     """What was kept with ``t`` under ``key``; None without it, or where ``t`` was written since."""
-    stream = _stream_of_graph(t)
-    kept = _kept if stream is None else _in_graph
-    if kept is None or t.is_inference():
+    kept, stream = _place(t)
+    if kept is None:
         return None
     hit = kept.get(t, {}).get((key, stream, (t._version,)))
     return None if hit is None else hit[1]

@@ -4,8 +4,9 @@
 such siblings leave the gradients of these as slices of one tensor too (`empty_grads`), and the backward of `unbind` finds them to be the
 parts of what it has to return. Gradients that lie elsewhere are stacked.
 
-What computes such gradients may also leave the sums of their columns (`leave_sums`): these are the gradient of the projection's bias, for
-which its backward pass would read all of them once more (`sums_of`).
+What computes a gradient may also leave the sums of its columns (`leave_sums`): these are the gradient of a linear layer's bias, for which
+its backward pass would read all of it once more (`column_sums`). For the gradients of softmax attention they follow from those of the
+gradient of its result (`leave_softmax_sums`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def leave_sums(parts: Sequence[Tensor], sums: Tensor) -> None:
-    """Note with gradients ``parts``, the slices of one tensor ``[N, count, H, D]``, the sums ``[count · H · D]`` fp32 of its columns."""
+    """Note the sums of columns, in fp32, with a gradient ``[N, C]``, or ``[count · H · D]`` with gradients that are the slices of one tensor
+    ``[N, count, H, D]``."""
     remember.note(parts[0], _SUMS, sums)
 
 
@@ -88,6 +90,56 @@ def sums_of(x: Tensor) -> Tensor | None:
     """Column sums ``[C]`` fp32 of ``x [N, C]`` where they came with it, unwritten since."""
     found: Tensor | None = remember.noted(x, _SUMS)
     return found
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Column sums ``[C]`` fp32 (fp64 of fp64) of ``x [N, C]``: those that came with it, else, on a device and in 16 bits, a product with
+    ones, which reads the rows twice as fast as PyTorch's reduction does.
+
+    The ones lie row by row: side by side, their stride would be the number of rows, and one that is no multiple of 8 brings the library's
+    slowest kernel.
+    """
+    known = sums_of(x)
+    if known is not None:
+        return known
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0]:
+        return torch.mm(x.new_ones((x.shape[0], 8)).t(), x, out_dtype=torch.float32)[0]
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def leave_softmax_sums(grads: Sequence[Tensor], dout: Tensor, scale: float = 1.0) -> None:
+    """Notes the column sums of dQ, dK and dV, slices of one tensor, of attention whose rows have weights that add up to ``scale``; nothing
+    where those of ``dout [N, H, D]`` are not known.
+
+    A vector added to all values of a head is added to all of its results, so that the sums of dV are those of dO; one added to all keys
+    moves all scores of a row alike, so that the sums of dK are zero. Only dQ is read.
+    """
+    known = sums_of(dout)
+    if known is None:
+        return
+    own = column_sums(grads[0].flatten(1))
+    leave_sums(grads, torch.cat([own, torch.zeros_like(own), known if scale == 1 else scale * known]))
+
+
+class _Flat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.given = x.shape
+        return x.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        turned = grad.reshape(ctx.given)
+        if not torch.is_grad_enabled() and (sums := sums_of(grad)) is not None:
+            leave_sums([turned], sums)
+        return turned
+
+
+def flat(x: Tensor) -> Tensor:
+    """``x.flatten(1)`` of ``x [N, H, D]``, whose backward pass hands on the column sums that came with the gradient."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        return x.flatten(1)
+    return _Flat.apply(x)  # type: ignore[no-any-return]
 
 
 class _Unbind(torch.autograd.Function):

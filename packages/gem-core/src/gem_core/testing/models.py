@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -121,47 +120,8 @@ def random_batch(
 
 
 def take(batch: Batch, order: Sequence[int]) -> Batch:
-    """The samples ``order`` of a batch on the host, in that order; a sample may come twice. Request-level groups are not supported."""
-    index = torch.tensor(order, dtype=torch.int64)
-
-    def rows(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[index]
-
-    def jagged(value: Jagged) -> Jagged:
-        parts = value.to_list()
-        lengths = value.lengths[index]
-        return Jagged.from_lengths(torch.cat([value.values[:0], *(parts[i] for i in order)]), lengths, value.max_length)
-
-    def group(value: SequenceGroup) -> SequenceGroup:
-        events = torch.arange(int(value.offsets[-1]))
-        chosen = jagged(Jagged(events, value.offsets))
-        fields = {k: take_events(v, chosen.values) for k, v in value.fields.items()}
-        times = None if value.timestamps is None else value.timestamps[chosen.values]
-        return SequenceGroup(chosen.offsets, fields, times, value.max_length)
-
-    def take_events(value: Tensor | Jagged, events: Tensor) -> Tensor | Jagged:
-        if isinstance(value, Tensor):
-            return value[events]
-        parts = value.to_list()
-        return Jagged.from_lengths(torch.cat([value.values[:0], *(parts[int(i)] for i in events)]), value.lengths[events])
-
-    sparse = batch.sparse
-    if sparse is not None:
-        weights = None if sparse.weights is None else {k: jagged(sparse.jagged(k, sparse.weights)).values for k in sparse.keys}
-        sparse = SparseGroup.from_jagged({k: jagged(sparse[k]) for k in sparse.keys}, weights)
-    return replace(
-        batch,
-        size=len(order),
-        dense=rows(batch.dense),
-        vectors={k: v[index] for k, v in batch.vectors.items()},
-        sparse=sparse,
-        sequences={k: group(v) for k, v in batch.sequences.items()},
-        labels=rows(batch.labels),
-        label_mask=rows(batch.label_mask),
-        weights=rows(batch.weights),
-        timestamps=rows(batch.timestamps),
-        columns={k: v[index] for k, v in batch.columns.items()},
-    )
+    """The samples ``order`` of a batch on the host, in that order; a sample may come twice."""
+    return batch.take(torch.tensor(order, dtype=torch.int64))
 
 
 def fit(model: nn.Module, batch: Batch, steps: int, *, lr: float = 1e-2, until: float = 0.0) -> float:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ import torch.multiprocessing as mp
 from gem_core.config import ResolvedConfig, config_from_dict, dense_config, model_config, recipe_config, sparse_config
 from gem_core.errors import CheckpointError
 from gem_core.model.loss import batch_total
-from gem_core.testing.models import random_batch, sample_features, take
+from gem_core.testing.models import random_batch, sample_features
 from gem_core.testing.rules import Rules, named
 from gem_core.train.build import build_parts
 from gem_core.train.contract import Callback, RunInfo
@@ -140,8 +141,7 @@ class _StopAt(Callback):
 def batches_of(features: Any, step: int, sizes: tuple[int, ...]) -> list[Any]:
     """A global batch of ``sum(sizes)`` samples cut into consecutive parts of ``sizes``."""
     whole = random_batch(features, sum(sizes), seed=100 + step)
-    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return [take(whole, range(a, b)) for a, b in zip(edges, edges[1:])]
+    return [whole.select_range(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def train_rank(rank: int, world: int, task: Mapping[str, Any]) -> dict[str, Any]:

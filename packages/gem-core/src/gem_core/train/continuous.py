@@ -1,7 +1,8 @@
 """Training that goes on and on: rows of ids that no longer come are given back, and a new run begins with what another one learned.
 
 ``train.tables.evict_after``: a row of a table that no sample has read for more than so many partitions becomes a new one: drawn anew, its
-optimizer state zero. An id that comes back, or another one that hashes to the row, begins afresh instead of with what was true long ago.
+optimizer state as at the start. An id that comes back, or another one that hashes to the row, begins afresh instead of with what was true
+long ago.
 
 ``train.warm_start``: the run begins with parameters, tables and optimizer state of another run's newest checkpoint. Tables may have grown:
 the rows that are new are drawn as they always are, all others keep weight and optimizer state.
@@ -79,7 +80,7 @@ class Recency:
                 seed = mix64(key_of(self.seed) ^ mix64(self.partition << 16 | i)) >> 1
                 drawn = torch.empty(old.numel(), spec.dim).normal_(0, spec.init_std, generator=torch.Generator().manual_seed(seed))
                 self.tables.weight(spec.name)[old] = drawn.to(last.device)
-                self.tables.accumulator(spec.name)[old] = 0.0
+                self.tables.accumulator(spec.name)[old] = self.initial
                 last[old] = NEVER
                 freed[spec.name] = int(old.numel())
         return freed

@@ -35,9 +35,6 @@ from gem_core.model.layers import Mlp
 from gem_core.model.loss import batch_total, label_weights, sample_weights
 from gem_core.sources.contract import Source
 
-LOSS = "distill"
-"""Name of the loss among a model's auxiliary losses."""
-
 
 class _Scaled(torch.autograd.Function):
     """Identity, whose gradient is multiplied by ``factor``."""

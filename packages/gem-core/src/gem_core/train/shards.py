@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from gem_core.train.runtime import Runtime
 
 State = Tensor | Shards
-_REPORT = "report it to the package of the strategy: its processes tell of parts that do not fit each other"
 """What may stand for a tensor in a state: the whole, a DTensor, or `Shards`."""
+
+_REPORT = "report it to the package of the strategy: its processes tell of parts that do not fit each other"
 
 
 def here(tensor: Tensor) -> Tensor:

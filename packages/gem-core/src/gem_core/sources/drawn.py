@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -17,13 +16,10 @@ from gem_core.config.base import FrozenConfig
 from gem_core.config.features import EventField, Features, Label, Sequence
 from gem_core.errors import ConfigError
 from gem_core.hookspecs import SourceSpec
-from gem_core.sources.hashing import U64, hash_integers, salt_of
-from gem_core.sources.laws import LengthLaw, LognormalLaw
-from gem_core.sources.order import Cursor
+from gem_core.sources.hashing import U64, hash_integers, salt_of, uniform
+from gem_core.sources.laws import Bools, Floats, Ints, LengthLaw, LognormalLaw
+from gem_core.sources.order import Cursor, indices
 from gem_core.sources.shuffle import Shuffle
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 START, GAP = 1_704_067_200, 3600
 """Time of the first sample, and the mean time between two events of a history; in seconds."""
@@ -180,7 +176,7 @@ class RandomSource:
         """The rank's samples of some steps; with ``window``, sorted by length, and cut into batches that change places at random, or dealt
         to them."""
         spans = plan.read(rank, first, stop)
-        numbers = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.empty(0, dtype=np.int64)
+        numbers = indices(spans)
         name = next(iter(self.features.sequences), None)
         if self._window == 1 or name is None:
             return numbers
@@ -238,8 +234,7 @@ def _dealt(sizes: list[int]) -> list[Ints]:
 
 
 def _uniform(counters: U64, key: str) -> Floats:
-    """Uniform in (0, 1)."""
-    return ((hash_integers(counters, salt_of(key)) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return uniform(hash_integers(counters, salt_of(key)))
 
 
 def _normal(counters: U64, key: str) -> Floats:
@@ -252,7 +247,7 @@ def _vectors(sample: U64, name: str, dim: int) -> Tensor:
     return torch.from_numpy(_normal(flat, name).reshape(len(sample), dim).astype(np.float32))
 
 
-def _mask(sample: U64, label: Label, rate: float) -> NDArray[np.bool_]:
+def _mask(sample: U64, label: Label, rate: float) -> Bools:
     return np.ones(len(sample), dtype=bool) if label.mask is None else _uniform(sample, label.mask) < rate
 
 

@@ -88,6 +88,11 @@ def hash_bytes(data: NDArray[np.uint8], offsets: NDArray[np.integer], salt: int)
     return h
 
 
+def uniform(hashes: U64) -> NDArray[np.float64]:
+    """Uniform in (0, 1)."""
+    return ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
 def cross(a: U64, b: U64) -> U64:
     """Hash pairs of hashes ``[n]``."""
     return mix64_(a ^ mix64_(b + GOLDEN))

@@ -15,10 +15,18 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gem_core.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 """Samples ``start <= i < stop`` of the epoch's order."""
+
+
+def indices(spans: Sequence[Span]) -> NDArray[np.int64]:
+    """The samples of ``spans``, one after another."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(a, b) for a, b in spans)])
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_core.sources.hashing import GOLDEN, key_of, mix64, mix64_
+from gem_core.sources.hashing import GOLDEN, U64, key_of, mix64, mix64_, uniform
+from gem_core.sources.laws import Bools, Floats, Ints
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-U64 = NDArray[np.uint64]
+if TYPE_CHECKING:
+    from gem_core.sources.synthetic import SyntheticConfig
 
 MEMORY, HALF_LIFE = 64, 8.0
 VIEW, CLICK, PURCHASE = 0, 1, 2
@@ -40,36 +40,6 @@ DENSE = ("price", "creative_quality", "session_depth", "tenure", "account_activi
 DAY = 86_400
 _DRIFT = (48, 20, 9)
 _LUT = 1 << 16
-
-
-class World(Protocol):
-    """The options that shape the log (`synthetic.SyntheticConfig`)."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def users(self) -> int: ...
-    @property
-    def categories(self) -> int: ...
-    @property
-    def items_per_category(self) -> int: ...
-    @property
-    def advertisers(self) -> int: ...
-    @property
-    def days(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def ctr(self) -> float: ...
-    @property
-    def cvr(self) -> float: ...
-    @property
-    def drift(self) -> float: ...
-    @property
-    def max_history(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    def user_lengths(self, u: Floats) -> Ints: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +55,8 @@ class Events:
 
 @dataclass(frozen=True)
 class Samples:
-    """n samples ``[n]``: ``sparse`` ids and ``dense`` values by name, the history, labels, and the parts of the planted logit."""
+    """n samples ``[n]``: ``sparse`` ids and ``dense`` values by name, the history, labels with their probabilities, and the part of
+    the click logit that does not depend on the history."""
 
     index: Ints
     user: Ints
@@ -93,16 +64,11 @@ class Samples:
     sparse: dict[str, Ints]
     dense: dict[str, Floats]
     events: Events
-    click: NDArray[np.bool_]
-    conversion: NDArray[np.bool_]
+    click: Bools
+    conversion: Bools
     p_click: Floats
     p_conversion: Floats
     context_logit: Floats
-    history_logit: Floats
-
-
-def _uniform(x: U64) -> Floats:
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
 
 
 def _bits(x: U64, shift: int, width: int) -> Ints:
@@ -122,7 +88,7 @@ def _sigmoid(x: Floats) -> Floats:
 class PlantedLog:
     """The log of one world. ``samples(index)`` makes any samples; the numbers are time-ordered."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SyntheticConfig) -> None:
         self.world = world
         self.groups = -(-world.categories // GROUP)
         self._category_lut = _zipf_lut(world.categories, 0.6)
@@ -144,7 +110,7 @@ class PlantedLog:
         # Where the effects turn to: as large as those that they begin with, and independent of them.
         turning = range(len(sizes) + 1, len(sizes) + 1 + len(_TURNING)) if world.drift else ()
         self._later = {name: sizes[name][0] * self._normals(i, self._of[name].shape) for i, name in zip(turning, _TURNING)}
-        self._advertiser_of = (_uniform(self._hash("tables", np.arange(n_items), 2 * len(sizes))) * world.advertisers).astype(np.int64)
+        self._advertiser_of = (uniform(self._hash("tables", np.arange(n_items), 2 * len(sizes))) * world.advertisers).astype(np.int64)
         self._decay = 0.5 ** (np.arange(MEMORY) / HALF_LIFE)
         self._action_weight = np.array([0.7, 1.0, 1.3])
         self.bias_click = self.bias_conversion = 0.0
@@ -175,7 +141,7 @@ class PlantedLog:
         From counters, because NumPy's generators may change between versions.
         """
         n = math.prod(shape)
-        u, v = (_uniform(self._hash("tables", np.arange(n), 2 * number + half)) for half in (0, 1))
+        u, v = (uniform(self._hash("tables", np.arange(n), 2 * number + half)) for half in (0, 1))
         x = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
         table: Floats = ((x - x.mean()) / x.std()).reshape(shape)
         return table
@@ -225,11 +191,11 @@ class PlantedLog:
         index = np.asarray(index, dtype=np.int64)
         n = index.size
         draw = [self._hash("sample", index, i) for i in range(1, 7)]
-        fraction = (index + _uniform(draw[0])) / world.total
+        fraction = (index + uniform(draw[0])) / world.total
         time = world.start + np.floor(fraction * (world.days * DAY)).astype(np.int64)
-        user_id = np.minimum((_uniform(draw[1]) ** 1.3 * world.users).astype(np.int64), world.users - 1)
+        user_id = np.minimum((uniform(draw[1]) ** 1.3 * world.users).astype(np.int64), world.users - 1)
         user = self._hash("user", user_id)
-        length = world.user_lengths(_uniform(self._hash("length", user_id)))
+        length = world.user_lengths(uniform(self._hash("length", user_id)))
         seen = self._events_before(length, fraction)
         kept = np.minimum(seen, world.max_history)
 
@@ -245,7 +211,7 @@ class PlantedLog:
             "item": item,
             "category": category,
             "advertiser": self._advertiser_of[item],
-            "position": np.minimum(np.log(_uniform(draw[3])) / np.log(0.7), POSITIONS - 1).astype(np.int64),
+            "position": np.minimum(np.log(uniform(draw[3])) / np.log(0.7), POSITIONS - 1).astype(np.int64),
             "device": _bits(draw[4], 0, 16) * DEVICES >> 16,
             "hour": (time % DAY) // 3600,
             "age": _bits(user, 16, 3),
@@ -265,9 +231,9 @@ class PlantedLog:
         p_click = _sigmoid(self.bias_click + context + history)
         buy = 6.0 * purchases - 0.4 * dense["price"] + self._of["advertiser_cvr"][sparse["advertiser"]]
         p_conversion = _sigmoid(self.bias_conversion + buy)
-        click = _uniform(self._hash("click", index)) < p_click
-        conversion = click & (_uniform(self._hash("conversion", index)) < p_conversion)
-        return Samples(index, user_id, time, sparse, dense, events, click, conversion, p_click, p_conversion, context, history)
+        click = uniform(self._hash("click", index)) < p_click
+        conversion = click & (uniform(self._hash("conversion", index)) < p_conversion)
+        return Samples(index, user_id, time, sparse, dense, events, click, conversion, p_click, p_conversion, context)
 
     def _candidate(self, draw: U64, user: U64, length: Ints, seen: Ints) -> Ints:
         """The item shown: 10 % one of the last 16 events again, 30 % by present interest, the rest by popularity."""
@@ -320,9 +286,9 @@ _STREAMS = ("sample", "user", "length", "click", "conversion", "tables")
 
 def _normal(*bits: U64) -> tuple[Floats, Floats, Floats, Floats]:
     """Four independent standard normals from three hashes (Box-Muller)."""
-    u, v, w = (_uniform(b) for b in bits)
+    u, v, w = (uniform(b) for b in bits)
     radius, angle = np.sqrt(-2 * np.log(u)), 2 * np.pi * v
-    radius2, angle2 = np.sqrt(-2 * np.log(w)), 2 * np.pi * _uniform(mix64_(bits[0] ^ bits[2]))
+    radius2, angle2 = np.sqrt(-2 * np.log(w)), 2 * np.pi * uniform(mix64_(bits[0] ^ bits[2]))
     return radius * np.cos(angle), radius * np.sin(angle), radius2 * np.cos(angle2), radius2 * np.sin(angle2)
 
 

@@ -18,7 +18,7 @@ from gem_core.hookspecs import SourceSpec
 from gem_core.sources import planted
 from gem_core.sources.contract import TRUE_PROBABILITY
 from gem_core.sources.laws import Bools, Floats, Ints, LengthLaw, LognormalLaw
-from gem_core.sources.order import Cursor
+from gem_core.sources.order import Cursor, indices
 from gem_core.sources.planted import PlantedLog, Samples
 from gem_core.sources.shuffle import Shuffle
 from gem_core.sources.transform import scaled
@@ -136,7 +136,7 @@ class SyntheticSource:
 
     def __iter__(self) -> Iterator[Batch]:
         for epoch, spans in self._cursor.steps():
-            positions = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.empty(0, dtype=np.int64)
+            positions = indices(spans)
             if self.shuffled:
                 positions = Shuffle(self._cursor.total, self.seed, epoch)(positions)
             yield to_batch(self.log.samples(positions + self._first), self.features)

@@ -23,8 +23,9 @@ from gem_core.model.interformer import GeneratedFfn
 from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _AddedLinear, _RowsLinear, _WithEach, added_linear
 from gem_core.model.pooling import Pooling, SeedPooling, SumKron
 from gem_core.model.rows import Rows
-from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles, rotate
+from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles
 from gem_core.model.sequential import HstuLayer
+from gem_core.ops.block import rotate
 
 LENGTHS = [3, 0, 1, 5]
 DIM, HEADS, WIDTH, TOKENS, TOKEN_DIM = 8, 2, 4, 3, 6

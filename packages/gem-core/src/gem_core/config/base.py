@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -12,3 +15,12 @@ class FrozenConfig(BaseModel):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` on ``base``, table by table; lists are replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result

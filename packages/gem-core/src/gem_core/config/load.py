@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from gem_core.config.base import merged
 from gem_core.config.explain import Origin, validate
 from gem_core.config.features import Features
 from gem_core.config.schema import Config, Model, PluginSection
@@ -119,7 +120,7 @@ def model_config(config: Config) -> Any:
             )
         from gem_core.model.presets import preset
 
-        options = _merge(preset(config.model.preset), options)
+        options = merged(preset(config.model.preset), options)
     return validate(spec.config_type, options, ("model",), config.origin)
 
 
@@ -297,12 +298,3 @@ def _assign(data: dict[str, Any], path: tuple[str, ...], value: Any, label: str)
         if not isinstance(node, dict):
             raise ConfigError(f"{'.'.join(path[: i + 1])} is a value, not a section", where=label, fix="remove the part after it")
     node[path[-1]] = value
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` on ``base``, table by table; lists are replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from gem_core.config.base import FrozenConfig
+from gem_core.config.base import FrozenConfig, merged
 
 AttentionKind = Literal["full", "causal", "window", "causal_window", "block", "none"]
 NormKind = Literal["rms", "layer"]
@@ -163,14 +163,6 @@ class HeadConfig(FrozenConfig):
     hidden: tuple[int, ...] = Field((64,), description="hidden layers of each task's own MLP")
 
 
-def _under(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in own.items():
-        below = merged.get(key)
-        merged[key] = _under(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
-
-
 class TableOptions(FrozenConfig):
     """What every model says about its tables."""
 
@@ -229,7 +221,7 @@ class GemConfig(TableOptions):
         if base is False:
             return data
         shared = base.model_dump(exclude_unset=True) if isinstance(base, SequenceConfig) else (base or {})
-        groups = {k: _under(shared, v) if isinstance(v, dict) else v for k, v in data["groups"].items()}
+        groups = {k: merged(shared, v) if isinstance(v, dict) else v for k, v in data["groups"].items()}
         return {**data, "groups": groups}
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from gem_core.errors import BatchError, ConfigError
 from gem_core.jagged import Jagged
 from gem_core.model.config import EventConfig
 from gem_core.model.contract import TableSet
-from gem_core.model.layers import MaskNet, Mlp, TokenMix, added_linear, product_dtype, rows_linear
+from gem_core.model.layers import MaskNet, Mlp, TokenMix, added_linear, product_dtype, rows_linear, side_by_side
 from gem_core.model.rows import Rows
 from gem_core.model.tables import sequence_of
 
@@ -329,11 +329,6 @@ class EventTokens(nn.Module):
     def _bucket(self, ages: Tensor) -> Tensor:
         last = math.log1p(self.config.time_max / self.config.time_scale)
         return (ages * (self.config.time_buckets / last)).long().clamp(max=self.config.time_buckets - 1)
-
-
-def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """``[N, sum of widths]`` of tensors ``[N, width]``."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
 
 
 def _targets(name: str, features: Features, sequence: SequenceFeature) -> dict[str, str]:

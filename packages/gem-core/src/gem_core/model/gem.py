@@ -19,7 +19,7 @@ from gem_core.model.experts import SummedExperts
 from gem_core.model.flops import ModelFlops, gem_flops
 from gem_core.model.heads import Heads
 from gem_core.model.history import History, HistoryEntry
-from gem_core.model.layers import Gate, TokenMix
+from gem_core.model.layers import Gate, TokenMix, side_by_side
 from gem_core.model.pooling import Pooling
 from gem_core.model.sequence import NextEvent, SequenceBlock
 
@@ -56,7 +56,7 @@ class GemLayer(nn.Module):
         own = x if self.mix is None else self.mix(x)
         if not pooled:
             return self.interaction(own), following
-        summary = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
+        summary = side_by_side(pooled)
         if self.gates is not None:
             own, summary = self.gates[0](own), self.gates[1](summary)
         return self.interaction(torch.cat([own, summary.to(own.dtype)], 1)), following

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from gem_core.model.gem import GemLayer
 from gem_core.model.history import History
-from gem_core.model.layers import FeedForward, NormLinear
+from gem_core.model.layers import FeedForward, NormLinear, side_by_side
 from gem_core.model.pooling import Pooling, SeedPooling
 from gem_core.model.sequence import Pffn, SelfAttention, SequenceBlock
 from gem_core.ops.program import Program, Rows
@@ -101,7 +100,7 @@ def _next(layer: GemLayer, name: str, h: History, x: Tensor) -> History:
     tokens = []
     if pool.attention is not None:
         tokens.append(
-            pool.attention.out(_side_by_side([f.view(rows.batch_size, f.shape[0] // max(1, rows.batch_size), f.shape[1]) for f in found]))
+            pool.attention.out(side_by_side([f.view(rows.batch_size, f.shape[0] // max(1, rows.batch_size), f.shape[1]) for f in found]))
         )
     taken = []
     if pool.recent:
@@ -109,8 +108,8 @@ def _next(layer: GemLayer, name: str, h: History, x: Tensor) -> History:
     if pool.last:
         taken.append(rows.last(states))
     if pool.rows is not None:
-        tokens.append(pool.rows(_side_by_side(taken)))
-    return replace(h, s=states, pooled=_side_by_side(tokens))
+        tokens.append(pool.rows(side_by_side(taken)))
+    return replace(h, s=states, pooled=side_by_side(tokens))
 
 
 def _pffn(p: Program, m: Pffn, s: Rows, x: Tensor) -> Rows:
@@ -151,7 +150,3 @@ def _read(p: Program, m: SeedPooling, s: Rows, candidate: Tensor | None) -> list
 
 def _normed(p: Program, m: NormLinear, x: Rows) -> Rows:
     return p.linear(x, m.linear.weight, m.linear.bias, norm=m.kind, eps=m.eps)
-
-
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

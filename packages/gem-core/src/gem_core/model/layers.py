@@ -20,12 +20,17 @@ from gem_core.ops import add_linear, siblings
 from gem_core.ops.add_linear import AddLinear
 
 
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """``[N, sum of n, ...]`` of tensors ``[N, n, ...]``; a single one is left as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
+
+
 class Norm(nn.Module):
     """RMS or layer norm over the last dimension of ``[..., d]``; ``affine`` gives it a weight and, for "layer", a bias."""
 
     def __init__(self, dim: int, kind: NormKind = "rms", *, affine: bool = False, eps: float = 1e-6) -> None:
         super().__init__()
-        self.kind, self.eps, self.dim, self.affine = kind, eps, dim, affine
+        self.kind, self.eps = kind, eps
         self.weight = nn.Parameter(torch.empty(dim)) if affine else None
         self.bias = nn.Parameter(torch.empty(dim)) if affine and kind == "layer" else None
         self.reset_parameters()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
-from gem_core.model.layers import NormLinear, TokenMix, rows_linear
+from gem_core.model.layers import NormLinear, TokenMix, rows_linear, side_by_side
 from gem_core.model.rows import Rows
 from gem_core.ops import siblings
 from gem_core.ops.contract import OpPrecision
@@ -70,7 +70,7 @@ class SeedPooling(nn.Module):
             lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
             o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths, precision=self.attention_precision)
             pooled.append(o.view(b, self.count, self.heads * self.head_dim))
-        read = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
+        read = side_by_side(pooled)
         return (self.out(read) if isinstance(self.out, SumKron) else rows_linear(self.out, read)), s
 
 
@@ -107,5 +107,5 @@ class Pooling(nn.Module):
         if self.last:
             taken.append(rows.last(s))
         if self.rows is not None:
-            tokens.append(self.rows(taken[0] if len(taken) == 1 else torch.cat(taken, 1)))
-        return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1), s
+            tokens.append(self.rows(side_by_side(taken)))
+        return side_by_side(tokens), s

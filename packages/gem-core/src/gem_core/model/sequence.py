@@ -16,6 +16,7 @@ from gem_core.model.config import AttentionKind, NormKind, PffnConfig, SequenceC
 from gem_core.model.layers import FeedForward, NormLinear, TokenMix, added_linear
 from gem_core.model.rows import Rows
 from gem_core.ops import siblings
+from gem_core.ops.block import rotate
 from gem_core.ops.contract import OpPrecision
 
 
@@ -188,10 +189,3 @@ def rotary_angles(rows: Rows, head_dim: int, kind: str, base: float = 10000.0) -
         place = torch.arange(longest, device=rows.offsets.device, dtype=torch.float32)
     angles = torch.outer(place, base ** (-pairs / head_dim))
     return Rotary(angles.cos(), angles.sin(), own)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the interleaved pairs (2i, 2i+1) of ``x [N, H, D]`` by the angles of each row, ``cos`` and ``sin`` ``[N, D/2]``."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    c, s = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
-    return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)

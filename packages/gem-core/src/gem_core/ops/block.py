@@ -101,7 +101,7 @@ def _check_shapes(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the interleaved pairs of ``x [n, H, D]`` by the angles of ``cos, sin [n, D/2]``; −sin rotates back."""
     a, b = x[..., 0::2], x[..., 1::2]
-    c, s = cos[:, None, :], sin[:, None, :]
+    c, s = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
     return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2)
 
 

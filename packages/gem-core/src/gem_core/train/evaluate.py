@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gem_core.config.features import Features
 from gem_core.config.schema import Eval
@@ -22,7 +22,7 @@ from gem_core.sources.contract import Source
 from gem_core.train import ranking
 from gem_core.train.contract import Results
 from gem_core.train.feed import Fed, Feed
-from gem_core.train.runtime import Runtime
+from gem_core.train.runtime import OnItsWay, Runtime
 
 
 def metric_builders(config: Eval) -> dict[str, Callable[[], Metric]]:
@@ -69,13 +69,13 @@ def evaluate(
     metrics = MetricSet(tasks, metric_builders(config), config.group)
     was_training = model.training
     model.eval()
-    late: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None = None
+    late: tuple[Fed, OnItsWay, tuple[str, ...]] | None = None
     try:
         for index, fed in enumerate(Feed(source, runtime.device, runtime=runtime)):
             if config.max_batches is not None and index >= config.max_batches:
                 break
             output = module(fed.batch)
-            ready, late = late, _fetch(fed, output.logits.float(), output.task_names)
+            ready, late = late, (fed, OnItsWay(output.logits.float()), output.task_names)
             _add((metrics, *also), ready)
         _add((metrics, *also), late)
     finally:
@@ -87,23 +87,11 @@ def evaluate(
     return runtime.on_main(lambda: (metrics.compute(), metrics.samples))
 
 
-def _fetch(fed: Fed, logits: Tensor, names: tuple[str, ...]) -> tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None]:
-    if logits.device.type == "cpu":
-        return fed, logits, names, None
-    host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
-    host.copy_(logits, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return fed, host, names, event
-
-
-def _add(kept: Sequence[Collector], item: tuple[Fed, Tensor, tuple[str, ...], torch.cuda.Event | None] | None) -> None:
+def _add(kept: Sequence[Collector], item: tuple[Fed, OnItsWay, tuple[str, ...]] | None) -> None:
     if item is not None:
-        fed, logits, names, event = item
-        if event is not None:
-            event.synchronize()
+        fed, logits, names = item
         for metrics in kept:
-            metrics.update(fed.host, logits, names)
+            metrics.update(fed.host, logits.received(), names)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter
 from gem_core.train.optim import DenseAdamW, RowwiseAdagrad
 from gem_core.train.replicas import SharedGradients
-from gem_core.train.runtime import Runtime
+from gem_core.train.runtime import OnItsWay, Runtime
 
 _FIELDS = ("loss", "weight", "bad_loss", "stop", "samples", "bad_gradient", "grad_norm")
 
@@ -351,27 +351,17 @@ class Outcomes:
 
     def __init__(self, device: torch.device, lag: int = 2) -> None:
         self.lag = lag if device.type == "cuda" else 0
-        self._cuda = device.type == "cuda"
-        self._waiting: deque[tuple[int, Tensor, Any, Sequence[Fed]]] = deque()
+        self._waiting: deque[tuple[int, OnItsWay, Sequence[Fed]]] = deque()
 
     def push(self, step: int, vector: Tensor, batches: Sequence[Fed]) -> None:
-        event = None
-        if self._cuda:
-            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            host.copy_(vector, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            vector = host
-        self._waiting.append((step, vector, event, batches))
+        self._waiting.append((step, OnItsWay(vector), batches))
 
     def ready(self, *, all: bool = False) -> list[Outcome]:
         """Outcomes due by now, oldest first; ``all``: of every step launched."""
         found = []
         while len(self._waiting) > (0 if all else self.lag):
-            step, vector, event, batches = self._waiting.popleft()
-            if event is not None:
-                event.synchronize()
-            v = dict(zip(_FIELDS, vector.tolist()))
+            step, vector, batches = self._waiting.popleft()
+            v = dict(zip(_FIELDS, vector.received().tolist()))
             found.append(
                 Outcome(
                     step, v["loss"], v["weight"], v["bad_loss"] > 0, v["bad_gradient"] > 0, v["stop"] > 0, int(v["samples"]),

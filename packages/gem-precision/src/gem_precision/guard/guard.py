@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.errors import NumericsError
+from gem_core.train.runtime import OnItsWay
 from gem_precision.guard.config import GuardConfig
 from gem_precision.guard.losses import LossWatch
 from gem_precision.guard.metrics import Metrics, metrics, violations
@@ -73,7 +74,7 @@ class NumericsGuard:
         self.losses = LossWatch(self.config)
         self.alarm = 0
         self.step = 0
-        self._pending: deque[tuple[int, str, list[tuple[str, str]], Tensor, Any]] = deque()
+        self._pending: deque[tuple[int, str, list[tuple[str, str]], OnItsWay]] = deque()
         self._evaluate: Callable[[int], float] | None = None
         self.drift = 0.0
         self._told = 0
@@ -101,7 +102,7 @@ class NumericsGuard:
         if not self.config.enabled:
             return {}
         self.step = step
-        self._send(step, "loss", [], loss.detach().double().reshape(1, 1))
+        self._pending.append((step, "loss", [], OnItsWay(loss.detach().double().reshape(1, 1))))
         self._collect(step)
         lag = CUDA_LAG if loss.is_cuda else 0
         while self._pending and self._pending[0][0] <= step - lag:
@@ -200,24 +201,13 @@ class NumericsGuard:
             dist.all_reduce(amax, dist.ReduceOp.MAX)
             dist.all_reduce(sums)
             sums[:, 0] = amax
-        self._send(step, "sample", keys, sums)
+        self._pending.append((step, "sample", keys, OnItsWay(sums)))
         if self.alarm:
             self.alarm -= 1
 
-    def _send(self, step: int, what: str, keys: list[tuple[str, str]], values: Tensor) -> None:
-        event = None
-        if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            values = host
-        self._pending.append((step, what, keys, values, event))
-
     def _receive(self) -> None:
-        step, what, keys, values, event = self._pending.popleft()
-        if event is not None:
-            event.synchronize()
+        step, what, keys, sent = self._pending.popleft()
+        values = sent.received()
         if what == "loss":
             self._judge_loss(step, float(values))
         else:

@@ -118,6 +118,7 @@ TABLES = (*(Table(f"e{i}", 400_000, 64, 1, 1.0, 30.0) for i in range(2)), *(Tabl
             Dense(2, 4, 1, collective="copy-engine"),
             Sparse("gem-2d", 2, 4, exchange="whole", cuts=("row", "row"), collective="copy-engine"),
         ),
+        (Dense(1, 1, 1), Sparse("fbgemm", 1, 1, element=2)),
         (Dense(2, 4, 1), Sparse("torchrec-2d", 4, 2, exchange="whole", schedule="torchrec", cuts=("column", "table"))),
         (Dense(2, 4, 1), Sparse("torchrec-2d", 4, 2, ("model", "replica"), "average", cuts=("row", "table"))),
     ],
@@ -128,7 +129,87 @@ def test_settings_describe_the_candidate(dense: Dense, sparse: Sparse) -> None:
     work = workload(tables=TABLES)
     config = config_from_dict({"parallel": to_parallel(dense, sparse, work), "model": {"preset": "tiny"}})
     resolved = resolve(config)
-    assert from_parallel(config, resolved.dense, resolved.sparse, work, 8) == (dense, [sparse])
+    assert from_parallel(config, resolved.dense, resolved.sparse, work, dense.world) == (dense, [sparse])
+
+
+GIVEN = """
+[parallel]
+timeout_s = 77
+[parallel.fsdp]
+prefetch = 2
+[parallel.gem-2d]
+output = "bf16"
+dtype = "fp16"
+unit_mb = 64
+collective = "low-cta"
+schedule = "torchrec"
+[train.callbacks.recompute]
+modules = ["layers.0"]
+"""
+
+
+def test_options_of_the_user_are_counted_and_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is written is what was planned: its own prediction is the plan's, and nothing that was set gets lost."""
+    file, out, again = tmp_path / "own.toml", tmp_path / "plan.json", tmp_path / "again.json"
+    file.write_text(config.read_text() + GIVEN)
+    base = ["--cluster", H200, "--world", "4", "--lengths", 'law="lognormal", mean=20, max=64']
+    assert main(["plan", str(file), *base, "--sparse", "gem-2d", "--json", str(out)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "not counted in time or memory: parallel.gem-2d.unit_mb." in text
+    planned = json.loads(out.read_text())
+    section = planned["parallel"]
+    assert section["timeout_s"] == 77
+    assert section["fsdp"]["prefetch"] == 2
+    options = section["gem-2d"]
+    assert (options["output"], options["dtype"], options["unit_mb"]) == ("bf16", "fp16", 64)
+    assert "recompute" not in planned["train"]["callbacks"]
+    trained = resolve(load_config(out)).sparse
+    assert (trained.output, trained.dtype, trained.unit_mb) == ("bf16", "fp16", 64)
+    assert main(["plan", str(out), *base, "--given", "--json", str(again)]) == 0
+    both = [json.loads(f.read_text()) for f in (out, again)]
+    assert both[0]["parallel"] == both[1]["parallel"]
+    assert both[0]["plan"]["step_s"] == pytest.approx(both[1]["plan"]["step_s"])
+    assert both[0]["plan"]["memory_bytes"] == pytest.approx(both[1]["plan"]["memory_bytes"])
+    plainly = tmp_path / "plain.json"
+    assert main(["plan", str(config), *base, "--sparse", "gem-2d", "--json", str(plainly)]) == 0
+    without = json.loads(plainly.read_text())["plan"]
+    assert sum(both[0]["plan"]["ranks"]["table_bytes"].values()) < 0.6 * sum(without["ranks"]["table_bytes"].values())
+
+
+def test_rows_of_one_gpu_are_planned_in_the_type_they_have(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    base = ["plan", str(config), "--cluster", H200, "--world", "1", "--sparse", "fbgemm", "--set", "train.capture=true"]
+    sizes = []
+    for more in ([], ["--set", "parallel.fbgemm.output=bf16"]):
+        assert main([*base, *more, "--json", str(out)]) == 0
+        found = json.loads(out.read_text())
+        sizes.append(found["plan"]["memory_bytes"]["embeddings"])
+    assert found["parallel"]["fbgemm"] == {"output": "bf16"}
+    assert sizes[1] < sizes[0]
+
+
+def test_a_ladder_ran_with_its_settings_over_the_configuration(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A captured step has no launches, whoever set it: the configuration, the ladder or the row."""
+    base = ["plan", str(config), "--cluster", H200, "--world", "1", "--lengths", 'law="lognormal", mean=20, max=64']
+    row = {"row": "a", "gpus": 1, "step_ms": 10.0, "batch_size": 32, "peak_memory_bytes": 5e8, "overrides": []}
+    graph = ["train.capture=true"]
+    found = []
+    for common, own, more in (
+        ([], [], []),
+        ([], graph, []),
+        (graph, [], []),
+        ([], [], ["--set", *graph]),
+        (graph, ["train.capture=false"], []),
+    ):
+        file = tmp_path / "ladder.json"
+        file.write_text(json.dumps({"ladder": "x", "overrides": common, "rows": [{**row, "overrides": own}]}))
+        assert main([*base, *more, "--measured", str(file)]) == 0
+        found.append(re.sub(r"\W+", " ", capsys.readouterr().out))
+    assert found[1] == found[2] == found[3] != found[0] == found[4]
+    file.write_text(json.dumps({"ladder": "x", "overrides": ['precision.recipe="bf16"'], "rows": [row]}))
+    if "bf16" in {spec.name for spec in manager().offers("recipe")}:
+        assert main([*base, "--measured", str(file)]) == 2
+        assert "--set precision.recipe=bf16" in " ".join(capsys.readouterr().err.split())
 
 
 def test_given_and_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

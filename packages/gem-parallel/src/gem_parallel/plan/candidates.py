@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations, product
@@ -79,7 +79,7 @@ class Sparse:
 
     ``exchange``: "none" (every rank holds all rows of its model shard), "average" (whole copies, averaged every step), "whole" or "touched"
     (storage sharded over the replicas). ``collective``: the back end that whole copies are gathered and averaged by. ``element``: bytes of
-    a value of looked-up rows and of their gradients.
+    a value of looked-up rows and of their gradients. ``stored``: bytes of a stored value of each table; empty: as the tables say.
     """
 
     strategy: Literal["local", "fbgemm", "torchrec", "torchrec-2d", "gem-2d"]
@@ -91,10 +91,16 @@ class Sparse:
     cuts: tuple[Sharding, ...] = ()
     collective: str = "default"
     element: int = 4
+    stored: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
         return self.model * self.replica
+
+    def tables(self, workload: Workload) -> tuple[Table, ...]:
+        """Those of the workload, in the types that this strategy stores them in."""
+        pairs = zip(workload.tables, self.stored)
+        return tuple(replace(table, element=n) for table, n in pairs) if self.stored else workload.tables
 
     @property
     def width(self) -> float:
@@ -124,8 +130,16 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class Widths:
+    """What a configuration sets for a strategy of tables; see `Sparse`."""
+
+    element: int = 4
+    stored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class TableClass:
-    """Tables that are cut alike because they are alike: of one size and number of reads, up to a factor of two."""
+    """Tables that are cut alike because they are alike: of one size and number of reads, up to a factor of two, whatever type they have."""
 
     names: tuple[str, ...]
 
@@ -134,7 +148,7 @@ def table_classes(tables: Sequence[Table], most: int = 4) -> list[TableClass]:
     """At most ``most`` classes; the last one takes the tables with the smallest traffic where there would be more."""
     found: dict[tuple[int, int, bool], list[Table]] = {}
     for table in tables:
-        key = (round(math.log2(table.weight_bytes)), round(math.log2(table.ids + 1)), bool(table.event_ids))
+        key = (round(math.log2(table.rows * table.dim)), round(math.log2(table.ids + 1)), bool(table.event_ids))
         found.setdefault(key, []).append(table)
     classes = sorted(found.values(), key=lambda group: -sum(t.ids * t.dim for t in group))
     if len(classes) > most:
@@ -176,8 +190,11 @@ def _orders(canonical: tuple[str, ...], *degrees: int) -> Iterator[tuple[str, ..
             yield (*order, *narrow)
 
 
-def sparse_candidates(workload: Workload, world: int, cluster: Cluster, only: Sequence[str] = ()) -> list[Sparse]:
-    """All strategies (of the names in ``only``, if any), groups, orders and cuts of the classes of tables, likewise."""
+def sparse_candidates(
+    workload: Workload, world: int, cluster: Cluster, only: Sequence[str] = (), widths: Mapping[str, Widths] | None = None
+) -> list[Sparse]:
+    """All strategies (of the names in ``only``, if any), groups, orders and cuts of the classes of tables, likewise. ``widths``: types that
+    the configuration sets, by strategy."""
     if not workload.tables:
         return [Sparse("local", 1, world)]
     classes = len(table_classes(workload.tables))
@@ -188,6 +205,8 @@ def sparse_candidates(workload: Workload, world: int, cluster: Cluster, only: Se
             seat = one.group(cluster, "model"), one.group(cluster, "replica")
             copied = one.strategy == "gem-2d" and one.exchange == "whole" and cluster.collectives.copy_engine is not None
             one = replace(one, collective=COPY_ENGINE) if copied and seat[1].uses(0) else one
+            if widths and one.strategy in widths:
+                one = replace(one, element=widths[one.strategy].element, stored=widths[one.strategy].stored)
             found.setdefault((one.strategy, one.exchange, one.schedule, one.cuts, seat), one)
 
     add(Sparse("local", 1, world))

@@ -72,6 +72,7 @@ def plan(
     from gem_parallel.plan.picture import page
     from gem_parallel.plan.search import Space
     from gem_parallel.plan.search import plan as search
+    from gem_parallel.plan.settings import widths
     from gem_parallel.plan.simulate import simulate
 
     place = load_cluster(cluster)
@@ -87,12 +88,14 @@ def plan(
         space, chosen = estimate_given(loaded, workload, place, world)
         fastest = chosen
     else:
-        space = Space.build(workload, place, world, sparse=_strategies(sparse))
+        space = Space.build(workload, place, world, sparse=_strategies(sparse), widths=widths(loaded, workload))
         found = search(space)
         chosen, fastest = found.runnable, found.best
     simulation = simulate(space.levels[chosen.level].workload, place, chosen.dense, chosen.sparse)
     compared = baselines(space, chosen)
     report.show(report.render(space, chosen, simulation, compared, fastest))
+    if uncounted := report.left_out(plain(loaded), space, chosen, searched=not given):
+        report.show(uncounted)
     if explain:
         report.show(report.explain_table(neighbours(space, chosen)))
     if torchrec:
@@ -101,7 +104,7 @@ def plan(
         report.show(cross_check(space, chosen))
     if json_file is not None:
         predicted = report.prediction(space, chosen, simulation, compared)
-        text = json.dumps(report.configuration(plain(loaded), space, chosen, predicted), indent=2)
+        text = json.dumps(report.configuration(plain(loaded), space, chosen, predicted, searched=not given), indent=2)
         _write(json_file, text + "\n")
         print(f"wrote {json_file}; start it with: torchrun ... gemrec train {json_file}")
     if html is not None:

@@ -2,12 +2,14 @@
 
 Each has ``world``, ``step_s`` and, where known, ``peak_memory_bytes``; ``parallel`` is the ``[parallel]`` section it ran with,
 ``batch_size`` its samples a GPU, ``capture`` says whether the step was a graph, and ``dealt`` to how many batches samples were dealt by
-length (1: none), where they differ from the configuration's.
+length (1: none), where they differ from the configuration's. Rows of a ladder ran with the configuration, the ladder's own settings and
+theirs, one over the other.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from gem_core.errors import ConfigError
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.search import Estimate, Space
 from gem_parallel.plan.settings import from_parallel
-from gem_parallel.plan.workload import Workload
+from gem_parallel.plan.workload import Workload, dealt
 
 
 class Measurement(FrozenConfig):
@@ -35,12 +37,14 @@ class Measurement(FrozenConfig):
     capture: bool | None = None
     dealt: int | None = Field(None, gt=0)
     parallel: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict, description="what was set over the configuration, section by section")
 
 
 @dataclass(frozen=True)
 class Comparison:
     measured: Measurement
     predicted: Estimate
+    captured: bool = False
 
     @property
     def time_error(self) -> float:
@@ -73,7 +77,7 @@ def load_measurements(path: Path) -> list[Measurement]:
         raise ConfigError(f"the measurements are not valid JSON: {fault}", where=str(path), fix=fix) from None
     if isinstance(rows, dict) and "ladder" in rows:
         try:
-            rows = [_of_ladder(row) for row in rows["rows"] if "error" not in row]
+            rows = [_of_ladder(row, rows.get("overrides", [])) for row in rows["rows"] if "error" not in row]
         except (KeyError, TypeError):
             rows = None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -81,22 +85,14 @@ def load_measurements(path: Path) -> list[Measurement]:
     return [validate(Measurement, row, (str(i),), Origin(str(path))) for i, row in enumerate(rows)]
 
 
-def _of_ladder(row: dict[str, Any]) -> dict[str, Any]:
-    asked = [o for o in row["overrides"] if o.startswith("parallel.")]
+def _of_ladder(row: dict[str, Any], common: list[str]) -> dict[str, Any]:
     return {
         "world": row["gpus"],
         "step_s": row["step_ms"] * 1e-3,
         "peak_memory_bytes": row["peak_memory_bytes"] - row.get("held_before_bytes", 0),
         "batch_size": row["batch_size"],
-        "capture": "train.capture=true" in row["overrides"],
-        "dealt": _dealt(row["overrides"]),
-        "parallel": plain(load_config(None, asked))["parallel"],
+        "settings": load_config(None, [*common, *row["overrides"]]).model_dump(exclude_unset=True),
     }
-
-
-def _dealt(overrides: list[str]) -> int | None:
-    window = [o.partition("=")[2] for o in overrides if o.startswith("data.random.window=")]
-    return int(window[-1]) if window and "data.random.balanced=true" in overrides else None
 
 
 def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
@@ -130,15 +126,37 @@ def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
 
 
 def compare(config: Config, workload: Workload, cluster: Cluster, measurements: list[Measurement]) -> list[Comparison]:
-    """Predict every measured run as it was configured."""
+    """Predict every measured run as it was configured.
+
+    :raises ConfigError: a row that ran under another recipe than the workload was measured with.
+    """
     found = []
-    for row in measurements:
-        own = workload if row.batch_size is None else workload.with_batch(row.batch_size)
-        own = own if row.capture is None else replace(own, captured=row.capture)
-        own = own if row.dealt is None else replace(own, dealt=row.dealt)
-        data = plain(config)
-        data["parallel"] = {**({} if row.parallel else data["parallel"]), **row.parallel}
-        found.append(Comparison(row, given(config_from_dict(data), own, cluster, row.world)[1]))
+    for i, row in enumerate(measurements):
+        data = _over(plain(config), row.settings)
+        if row.parallel:
+            data["parallel"] = row.parallel
+        ran = config_from_dict(data)
+        if ran.precision.recipe != config.precision.recipe:
+            raise ConfigError(
+                f"row {i + 1} ran under the recipe {ran.precision.recipe!r}, the plan is made under {config.precision.recipe!r}",
+                where="--measured",
+                fix=f"pass --set precision.recipe={ran.precision.recipe}",
+            )
+        own = replace(workload, captured=ran.train.capture if row.capture is None else row.capture)
+        if row.batch_size is not None:
+            own = own.with_batch(row.batch_size)
+        if row.dealt is not None or row.settings.get("data"):
+            own = replace(own, dealt=row.dealt or dealt(resolve(ran).source))
+        found.append(Comparison(row, given(ran, own, cluster, row.world)[1], own.captured))
+    return found
+
+
+def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables, one set over the other."""
+    found = dict(under)
+    for key, value in over.items():
+        below = found.get(key)
+        found[key] = _over(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
     return found
 
 
@@ -166,7 +184,7 @@ def comparison_table(rows: list[Comparison]) -> Table:
         dense, sparse = row.predicted.dense, row.predicted.sparse
         axes = ", ".join(f"{a} {d}" for a, d in (*dense.degrees().items(), *sparse.degrees().items()) if d > 1)
         peak, error = row.measured.peak_memory_bytes, row.memory_error
-        graph = ", captured" if row.measured.capture else ""
+        graph = ", captured" if row.captured else ""
         table.add_row(
             str(row.measured.world), f"{dense.strategy}, {sparse.strategy}: {axes or 'one GPU'}{graph}", f"{row.measured.step_s * 1e3:.1f}",
             f"{row.predicted.seconds * 1e3:.1f}", f"{row.time_error:+.1%}", "-" if peak is None else f"{peak / 1e9:.1f}",

@@ -109,7 +109,7 @@ def table_memory(workload: Workload, sparse: Sparse) -> TableMemory:
     """Memory of the tables on the rank that holds most."""
     if not workload.tables:
         return TableMemory(0.0, 0.0, 0.0)
-    where = layout(workload.tables, sparse.cuts, sparse.model)
+    where = layout(sparse.tables(workload), sparse.cuts, sparse.model)
     batch, width = workload.batch * sparse.model, sparse.width
     own = workload.batch * where.received * width
     rows = own + batch * where.sent_max * width

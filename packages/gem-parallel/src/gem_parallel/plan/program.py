@@ -275,7 +275,7 @@ class _Tables:
 
     def __init__(self, build: _Builder, workload: Workload, sparse: Sparse, every_rank: bool) -> None:
         self.build, self.workload, self.sparse = build, workload, sparse
-        self.layout: Layout = layout(workload.tables, sparse.cuts, sparse.model)
+        self.layout: Layout = layout(sparse.tables(workload), sparse.cuts, sparse.model)
         cluster = build.cluster
         self.over_model = sparse.axes("model"), sparse.group(cluster, "model")
         self.over_replicas = sparse.axes("replica"), sparse.group(cluster, "replica")

@@ -15,7 +15,7 @@ from rich.text import Text
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER
 from gem_parallel.plan.explain import Rejected, cuts_text, efficiency, local_seconds, sparse_text, tiers_text
 from gem_parallel.plan.search import Estimate, Space
-from gem_parallel.plan.settings import to_parallel
+from gem_parallel.plan.settings import not_counted, to_parallel
 from gem_parallel.plan.simulate import Simulation
 
 COLLECTIVES = {
@@ -172,14 +172,30 @@ def _spread(values: Any) -> dict[str, float]:
     }
 
 
-def configuration(plain: dict[str, Any], space: Space, chosen: Estimate, predicted: dict[str, Any]) -> dict[str, Any]:
-    """The user's configuration with the planned ``[parallel]`` section and the prediction beside it: what ``gemrec train`` takes."""
-    kept = {key: value for key, value in plain.get("parallel", {}).items() if key == "timeout_s"}
-    section = {**kept, **to_parallel(chosen.dense, chosen.sparse, space.workload)}
+def configuration(
+    plain: dict[str, Any], space: Space, chosen: Estimate, predicted: dict[str, Any], *, searched: bool = True
+) -> dict[str, Any]:
+    """The user's configuration with the planned ``[parallel]`` section and the prediction beside it: what ``gemrec train`` takes.
+
+    What a search decides replaces what the file says, recomputation included; without one (``searched``) the file's own stays. Options that
+    nothing was decided about stay as they are.
+    """
+    section = to_parallel(chosen.dense, chosen.sparse, space.workload, plain.get("parallel", {}))
     train = plain.get("train", {})
+    callbacks = dict(train.get("callbacks", {}))
     if chosen.recomputed:
-        train = {**train, "callbacks": {**train.get("callbacks", {}), "recompute": {"modules": list(chosen.recomputed)}}}
-    return {**plain, "train": train, "parallel": section, "plan": predicted}
+        callbacks["recompute"] = {"modules": list(chosen.recomputed)}
+    elif searched:
+        callbacks.pop("recompute", None)
+    return {**plain, "train": {**train, "callbacks": callbacks}, "parallel": section, "plan": predicted}
+
+
+def left_out(plain: dict[str, Any], space: Space, chosen: Estimate, *, searched: bool = True) -> str:
+    """What the run obeys and the prediction does not count, in a sentence; empty where there is nothing."""
+    keys = not_counted(to_parallel(chosen.dense, chosen.sparse, space.workload, plain.get("parallel", {})))
+    if not searched and "recompute" in plain.get("train", {}).get("callbacks", {}):
+        keys.append("train.callbacks.recompute")
+    return f"Kept as configured, not counted in time or memory: {', '.join(keys)}." if keys else ""
 
 
 def write_ranks(path: Path, space: Space, chosen: Estimate, simulation: Simulation) -> None:

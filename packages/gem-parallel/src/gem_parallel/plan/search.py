@@ -7,7 +7,7 @@ found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gem_core.errors import ConfigError
 from gem_parallel.plan.budget import Level, levels
-from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, dense_candidates, sparse_candidates
+from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, Widths, dense_candidates, sparse_candidates
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.engine import HOST, Op, Trace, run
 from gem_parallel.plan.memory import Memory, dense_memory, step_memory, table_memory, table_points
@@ -129,8 +129,19 @@ class Space:
     _dense_memory: dict[tuple[Dense, int], list[tuple[str, dict[str, float]]]] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, workload: Workload, cluster: Cluster, world: int, *, sparse: Sequence[str] = (), seed: int = 0) -> Space:
-        """:param sparse: names of the sparse strategies to consider; none: all."""
+    def build(
+        cls,
+        workload: Workload,
+        cluster: Cluster,
+        world: int,
+        *,
+        sparse: Sequence[str] = (),
+        widths: Mapping[str, Widths] | None = None,
+        seed: int = 0,
+    ) -> Space:
+        """:param sparse: names of the sparse strategies to consider; none: all.
+        :param widths: types of rows and tables that the configuration sets, by sparse strategy.
+        """
         cluster.check_world(world)
         # Few ranks are drawn several times: the slowest rank of a typical step stands for time, the fullest of any for memory.
         steps = max(1, DRAWS // world)
@@ -143,7 +154,7 @@ class Space:
         space = cls(workload, cluster, world, times, events, own, [], [])
         space.levels = levels(workload, cluster, times, own, events)
         space.dense = dense_candidates(workload, world, cluster)
-        space.sparse = sparse_candidates(workload, world, cluster, sparse)
+        space.sparse = sparse_candidates(workload, world, cluster, sparse, widths)
         return space
 
     @property

@@ -2,45 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gem_core.config import Config
+from gem_core.config.explain import validate
 from gem_core.errors import ConfigError
+from gem_core.plugins import manager
 from gem_core.train.mesh import Mesh
-from gem_parallel.plan.candidates import Dense, Sharding, Sparse, table_classes
+from gem_parallel.plan.candidates import Dense, Sharding, Sparse, Widths, table_classes
 from gem_parallel.plan.workload import Workload
+from gem_parallel.sparse.layout import BYTES
+
+_OUTPUTS = ("fbgemm", "gem-2d")
+"""Strategies whose looked-up rows may be bf16."""
+_COUNTED = {
+    "fsdp": {"reshard_after_forward", "param_dtype", "collective"},
+    "hsdp": {"reshard_after_forward", "param_dtype", "collective"},
+    "fbgemm": {"output", "dtype"},
+    "torchrec": {"sharding", "dtype"},
+    "torchrec-2d": {"fully_sharded", "inter_host", "sharding", "dtype"},
+    "gem-2d": {"exchange", "schedule", "output", "collective", "sharding", "dtype"},
+}
+"""Options that the model of a step knows, by strategy; of a table: ``sharding`` and ``dtype``."""
 
 
-def to_parallel(dense: Dense, sparse: Sparse, workload: Workload) -> dict[str, Any]:
-    """The section as nested dicts that TOML and JSON can hold."""
-    section: dict[str, Any] = {"dense": dense.strategy, "sparse": sparse.strategy}
+def to_parallel(dense: Dense, sparse: Sparse, workload: Workload, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The section as nested dicts that TOML and JSON can hold: what the candidate decides, over what the configuration asked for."""
+    asked = asked or {}
+    section: dict[str, Any] = {**asked, "dense": dense.strategy, "sparse": sparse.strategy}
     section |= {axis: getattr(dense, axis) for axis in ("replicate", "shard", "expert")}
     section |= {"model": sparse.model, "replica": sparse.replica}
     if dense.strategy in ("fsdp", "hsdp"):
-        section[dense.strategy] = {"reshard_after_forward": dense.reshard}
-        if workload.cast_parameters:
-            section[dense.strategy]["param_dtype"] = "bf16"
-        if dense.collective != "default":
-            section[dense.strategy]["collective"] = dense.collective
-    options: dict[str, Any] = {}
+        options = {**asked.get(dense.strategy, {}), "reshard_after_forward": dense.reshard}
+        _set(options, "param_dtype", "bf16" if workload.cast_parameters else "fp32", "fp32")
+        _set(options, "collective", dense.collective, "default")
+        section[dense.strategy] = options
+    options = dict(asked.get(sparse.strategy, {}))
     if sparse.strategy == "gem-2d":
-        options = {"exchange": sparse.exchange, "schedule": sparse.schedule}
-        if sparse.element == 2:
-            options["output"] = "bf16"
-        if sparse.collective != "default":
-            options["collective"] = sparse.collective
+        options |= {"exchange": sparse.exchange, "schedule": sparse.schedule}
+        _set(options, "collective", sparse.collective, "default")
     elif sparse.strategy == "torchrec-2d":
-        options = {"fully_sharded": sparse.exchange == "whole", "inter_host": sparse.order[0] == "model"}
+        options |= {"fully_sharded": sparse.exchange == "whole", "inter_host": sparse.order[0] == "model"}
+    if sparse.strategy in _OUTPUTS:
+        _set(options, "output", "bf16" if sparse.element == 2 else "fp32", "fp32")
     if sparse.cuts and sparse.model > 1:
-        if len(set(sparse.cuts)) == 1:
+        tables = {name: dict(own) for name, own in options.get("tables", {}).items()}
+        alike = len(set(sparse.cuts)) == 1
+        if alike:
             options["sharding"] = sparse.cuts[0]
-        else:
-            groups = table_classes(workload.tables)
-            options["tables"] = {name: {"sharding": cut} for group, cut in zip(groups, sparse.cuts) for name in group.names}
+        for group, cut in zip(table_classes(workload.tables), sparse.cuts):
+            for name in group.names:
+                if not alike or "sharding" in tables.get(name, {}):
+                    tables[name] = {**tables.get(name, {}), "sharding": cut}
+        if tables:
+            options["tables"] = tables
     if options:
         section[sparse.strategy] = options
     return section
+
+
+def _set(options: dict[str, Any], key: str, value: Any, default: Any) -> None:
+    """Write ``value`` unless it is the default and nothing else was asked for."""
+    if value != default or key in options:
+        options[key] = value
+
+
+def not_counted(section: Mapping[str, Any]) -> list[str]:
+    """Keys of a ``[parallel]`` section's chosen strategies that a run obeys and the model of a step does not know."""
+    found = []
+    for name in (section["dense"], section["sparse"]):
+        for key, value in section.get(name, {}).items():
+            if key == "tables":
+                found += [f"{name}.tables.{t}.{k}" for t, own in value.items() for k in own if k not in ("sharding", "dtype")]
+            elif key not in _COUNTED.get(name, ()):
+                found.append(f"{name}.{key}")
+    return [f"parallel.{key}" for key in found]
+
+
+def widths(config: Config, workload: Workload) -> dict[str, Widths]:
+    """Types of rows and tables that the configuration sets for the table strategies of this package.
+
+    :raises ConfigError: an option that a strategy does not know or accept.
+    """
+    known = {spec.name: spec for spec in manager().offers("sparse_strategy") if spec.name in _COUNTED}
+    asked = config.parallel.options()
+    found = {
+        name: _widths(validate(spec.config_type, asked[name], ("parallel", name), config.origin), workload)
+        for name, spec in known.items()
+        if name in asked
+    }
+    return {name: both for name, both in found.items() if both != Widths()}
+
+
+def _widths(options: Any, workload: Workload) -> Widths:
+    kinds = [own.dtype if (own := options.tables.get(t.name)) is not None and own.dtype else options.dtype for t in workload.tables]
+    stored = tuple(BYTES[kind] if kind else table.element for kind, table in zip(kinds, workload.tables))
+    same = stored == tuple(t.element for t in workload.tables)
+    return Widths(2 if getattr(options, "output", "fp32") == "bf16" else 4, () if same else stored)
 
 
 def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workload: Workload, world: int) -> tuple[Dense, list[Sparse]]:
@@ -60,6 +119,8 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
     else:
         raise _unknown("dense", p.dense)
     classes = table_classes(workload.tables)
+    types = _widths(sparse_options, workload) if p.sparse in _COUNTED else Widths()
+    kinds: dict[str, Any] = {"element": types.element, "stored": types.stored}
 
     def cuts(choices: tuple[Sharding, ...]) -> list[tuple[Sharding, ...]]:
         asked = [_asked(sparse_options, group.names[0]) for group in classes]
@@ -70,19 +131,20 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
 
     known: dict[str, Callable[[], list[Sparse]]] = {
         "local": lambda: [Sparse("local", 1, world)],
-        "fbgemm": lambda: [Sparse("fbgemm", 1, world, element=_element(sparse_options))],
-        "torchrec": lambda: [Sparse("torchrec", world, 1, cuts=c) for c in cuts(("row", "table", "column"))],
+        "fbgemm": lambda: [Sparse("fbgemm", 1, world, **kinds)],
+        "torchrec": lambda: [Sparse("torchrec", world, 1, cuts=c, **kinds) for c in cuts(("row", "table", "column"))],
         "torchrec-2d": lambda: [
             Sparse(
                 "torchrec-2d", mesh.model, mesh.replica, ("model", "replica") if sparse_options.inter_host else ("replica", "model"),
                 "whole" if sparse_options.fully_sharded else "average", "torchrec" if sparse_options.fully_sharded else "article", c,
+                **kinds,
             )
             for c in cuts(("row", "table", "column"))
         ],
         "gem-2d": lambda: [
             Sparse(
                 "gem-2d", mesh.model, mesh.replica, exchange=sparse_options.exchange, schedule=sparse_options.schedule, cuts=c,
-                collective=sparse_options.collective, element=_element(sparse_options),
+                collective=sparse_options.collective, **kinds,
             )
             for c in cuts(("row", "table"))
         ],
@@ -90,10 +152,6 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
     if p.sparse not in known:
         raise _unknown("sparse", p.sparse)
     return dense, known[p.sparse]()
-
-
-def _element(options: Any) -> int:
-    return 2 if options.output == "bf16" else 4
 
 
 def _asked(options: Any, table: str) -> Any:

@@ -71,7 +71,7 @@ def simulate(
 def _memory(workload: Workload, cluster: Cluster, dense: Dense, sparse: Sparse, events: Floats) -> tuple[Floats, Floats]:
     """Bytes of tables on each rank, and peak memory: activations grow with a rank's events, tables are those of its place."""
     world = dense.world
-    where = layout(workload.tables, sparse.cuts, sparse.model) if workload.tables else None
+    where = layout(sparse.tables(workload), sparse.cuts, sparse.model) if workload.tables else None
     place = np.zeros(world, dtype=np.int64)
     for degree, stride in sparse.axes("model"):
         place = np.arange(world) // stride % degree

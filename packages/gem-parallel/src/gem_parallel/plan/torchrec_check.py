@@ -79,6 +79,6 @@ def cross_check(space: Space, chosen: Estimate) -> RichTable:
         kinds = sorted({theirs[n] for n in group.names if n in theirs})
         first = by_name[group.names[0]]
         table.add_row(str(len(group.names)), f"{first.rows:,}", f"{first.ids:.1f}", cut, ", ".join(kinds) or "-")
-    where = layout(space.workload.tables, chosen.sparse.cuts, ranks)
+    where = layout(chosen.sparse.tables(space.workload), chosen.sparse.cuts, ranks)
     table.caption = f"busiest rank sends {where.sent_max / max(where.sent_mean, 1e-30):.2f} x the mean, holds {where.held_max / 1e9:.2f} GB"
     return table

@@ -216,8 +216,13 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     return Workload(
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
         compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32", captured=config.train.capture,
-        dealt=resolved.source.window if getattr(resolved.source, "balanced", False) else 1,
+        dealt=dealt(resolved.source),
     )  # fmt: skip
+
+
+def dealt(source: Any) -> int:
+    """Batches to which a source with these options deals samples by length; 1: it does not."""
+    return int(source.window) if getattr(source, "balanced", False) else 1
 
 
 def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Kept]) -> tuple[Unit, ...]:

@@ -41,8 +41,9 @@ def evaluate(
     Example: gemrec eval runs/mine --by day --by position --by warm:item
     """
     from gem_core.cli.train import task_text
+    from gem_core.metrics.contract import result_record
     from gem_core.train.offline import evaluate_run, run_config
-    from gem_core.train.runfolder import clean, result_record
+    from gem_core.train.runfolder import clean
 
     changes = list(overrides or ())
     if data:

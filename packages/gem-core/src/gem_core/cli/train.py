@@ -64,10 +64,11 @@ def train(
 
 def report(result: RunResult) -> list[str]:
     """The lines that end a run: a task each, the model's NE beside the Bayes-optimal one where that is known."""
+    from gem_core.train.logs import clock
+
     s = result.summary
-    seconds = int(s["wall_s"])
-    clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-    lines = [f"{result.status.replace('_', ' ')} after {result.steps:,} steps, {result.samples:,} samples, {clock}: {result.directory}"]
+    done = f"{result.status.replace('_', ' ')} after {result.steps:,} steps, {result.samples:,} samples, {clock(s['wall_s'])}"
+    lines = [f"{done}: {result.directory}"]
     lines += [f"{task}: {task_text(metrics, s['undefined'].get(task, {}))}" for task, metrics in result.tasks.items()]
     if result.status == "interrupted":
         lines.append(f"continue with: gemrec train --resume --run-dir {result.directory}")

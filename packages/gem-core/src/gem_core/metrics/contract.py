@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -46,6 +46,14 @@ class Value:
 def undefined(reason: str) -> Value:
     """No value, with the reason that the user reads."""
     return Value(None, reason)
+
+
+def result_record(results: Mapping[str, Mapping[str, Value]]) -> dict[str, Any]:
+    """For JSON: ``tasks``: task -> metric -> value, null where undefined; ``undefined``: task -> metric -> the reason."""
+    return {
+        "tasks": {task: {name: v.value for name, v in metrics.items()} for task, metrics in results.items()},
+        "undefined": {task: {name: v.reason for name, v in metrics.items() if v.value is None} for task, metrics in results.items()},
+    }
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from torch import Tensor
 from gem_core.batch import Batch
 from gem_core.metrics.collect import Gather, MetricSet
 from gem_core.metrics.contract import Better, Predictions, Value
+from gem_core.metrics.rank import interval
 
 BINS, LIMIT = 4096, 20.0
 
@@ -57,7 +58,7 @@ class _Histogram:
         self.sums = torch.zeros(4, BINS, dtype=torch.float64)  # weight, weighted prediction, weighted label, rows
 
     def update(self, rows: Predictions) -> None:
-        slot = ((rows.logit.double() + LIMIT) * (BINS / (2 * LIMIT))).floor_().clamp_(0, BINS - 1).long()
+        slot = interval(rows.logit, BINS, LIMIT)
         w = rows.weight
         for total, part in zip(self.sums, (w, w * rows.probability, w * rows.label, torch.ones_like(w))):
             total.index_add_(0, slot, part)

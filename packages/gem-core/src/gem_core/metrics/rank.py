@@ -50,6 +50,11 @@ class Auc(_Rows):
         return Value(_area(pos, neg))
 
 
+def interval(logits: Tensor, bins: int, limit: float) -> Tensor:
+    """int64: in which of ``bins`` equal intervals of [-``limit``, ``limit``] each logit lies; the first and the last are open."""
+    return ((logits.double() + limit) * (bins / (2 * limit))).floor_().clamp_(0, bins - 1).long()
+
+
 class BinnedAuc:
     """AUC in constant memory: logits fall into ``bins`` equal intervals of [-``limit``, ``limit``] (the ends are open), pairs within one
     interval count one half. ``details["error_bound"]`` bounds the distance from the exact value."""
@@ -61,7 +66,7 @@ class BinnedAuc:
         self.mass = torch.zeros(2, bins, dtype=torch.float64)
 
     def update(self, rows: Predictions) -> None:
-        slot = ((rows.logit.double() + self.limit) * (self.bins / (2 * self.limit))).floor_().clamp_(0, self.bins - 1).long()
+        slot = interval(rows.logit, self.bins, self.limit)
         for mass, part in zip(self.mass, _classes(rows.label, rows.weight)):
             mass.index_add_(0, slot, part)
 

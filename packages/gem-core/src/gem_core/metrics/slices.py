@@ -13,7 +13,7 @@ from gem_core.batch import Batch
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError
 from gem_core.metrics.collect import Gather, MetricSet, group_key
-from gem_core.metrics.contract import Metric, Value
+from gem_core.metrics.contract import Metric, Value, result_record
 
 MOST = 1000
 """Slices that are kept; more are refused, since each holds metrics of its own."""
@@ -111,14 +111,7 @@ def slicing(by: str, features: Features, seen: Callable[[str], Tensor]) -> Slici
 def record(slices: Iterable[SlicedMetrics]) -> dict[str, dict[str, dict[str, object]]]:
     """``{by: {slice: {samples, tasks, undefined}}}`` for JSON."""
     return {
-        s.by.name: {
-            label: {
-                "samples": samples,
-                "tasks": {task: {name: v.value for name, v in metrics.items()} for task, metrics in results.items()},
-                "undefined": {t: {n: v.reason for n, v in metrics.items() if v.value is None} for t, metrics in results.items()},
-            }
-            for label, (samples, results) in s.compute().items()
-        }
+        s.by.name: {label: {"samples": samples, **result_record(results)} for label, (samples, results) in s.compute().items()}
         for s in slices
     }
 

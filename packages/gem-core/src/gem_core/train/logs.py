@@ -90,6 +90,12 @@ def kernel_choices() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
+def clock(seconds: float) -> str:
+    """h:mm:ss."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
 class Progress(Callback):
     """A progress bar on a terminal, a plain line at each log step elsewhere."""
 
@@ -130,8 +136,7 @@ class Progress(Callback):
         done = run.step - self.first
         if not run.total_steps or not done:
             return ""
-        seconds = int((time.monotonic() - self.started) / done * (run.total_steps - run.step))
-        return f"  left {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        return f"  left {clock((time.monotonic() - self.started) / done * (run.total_steps - run.step))}"
 
     def on_eval(self, run: RunInfo, results: Results, record: Mapping[str, Any]) -> None:
         for line in result_lines(results):

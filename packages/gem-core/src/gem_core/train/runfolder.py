@@ -24,6 +24,7 @@ import torch
 
 from gem_core.config import Config, dump_toml, load_config
 from gem_core.errors import CheckpointError, ConfigError, RunError
+from gem_core.metrics.contract import result_record
 from gem_core.plugins import manager
 from gem_core.train.checkpoint import CheckpointStore, replace_file
 from gem_core.train.contract import Results, RunInfo
@@ -252,14 +253,6 @@ def clean(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [clean(v) for v in value]
     return value
-
-
-def result_record(results: Results) -> dict[str, Any]:
-    """``tasks``: task -> metric -> value, null where undefined; ``undefined``: task -> metric -> the reason."""
-    return {
-        "tasks": {task: {name: v.value for name, v in metrics.items()} for task, metrics in results.items()},
-        "undefined": {task: {name: v.reason for name, v in metrics.items() if v.value is None} for task, metrics in results.items()},
-    }
 
 
 def summary_record(

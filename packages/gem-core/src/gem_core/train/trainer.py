@@ -17,6 +17,7 @@ import torch
 
 from gem_core.config import Config, resolve
 from gem_core.errors import ConfigError, GemError, NumericsError, RunError
+from gem_core.metrics.contract import result_record
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.train import state
@@ -30,7 +31,7 @@ from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
 from gem_core.train.optim import schedule_factor
 from gem_core.train.pack import save_packed
-from gem_core.train.runfolder import RunFolder, device_name, environment, result_record, summary_record, writing
+from gem_core.train.runfolder import RunFolder, device_name, environment, summary_record, writing
 from gem_core.train.runtime import runtime
 from gem_core.train.saving import Saver
 from gem_core.train.shards import State

@@ -160,7 +160,7 @@ def test_gradients_of_gradients() -> None:
 def test_column_sums_of_softmax_attention_follow_from_those_of_its_results_gradient(
     kind: str, turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of values they are those, of keys zero: from a skip connection's product on, to the projection's bias. Not where angles turn values."""
+    """Of values they are those, of keys zero: from a skip connection's product on, to the projection's bias. Angles turn values."""
     monkeypatch.setattr(layers, "_many", lambda _x: True)
     monkeypatch.setattr(add_linear, "implementation", lambda _x, _w: lambda residual, x, w, b: residual + F.linear(x, w, b))
     torch.manual_seed(0)

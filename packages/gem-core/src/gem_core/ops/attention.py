@@ -394,7 +394,7 @@ def _flops(named: Named, sizes: Sizes, spec: Spec, needs: Sequence[bool] | None)
 
 
 def _weights(named: Named, spec: Spec) -> float | None:
-    """Self-attention shows every row to itself, so that the softmax of a row is one of something. Products in other formats round weights."""
+    """Self-attention shows every row to itself, so that all have weights. Products in other formats round these."""
     q, k = named["q_offsets"], named["k_offsets"]
     own = q is not None and k is not None and q.data_ptr() == k.data_ptr() and named["target_k"] is None and named["kv_index"] is None
     return float(spec.option("out_scale", 1.0)) if own and spec.precision is None else None

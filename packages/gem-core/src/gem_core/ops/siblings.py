@@ -81,8 +81,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def leave_sums(parts: Sequence[Tensor], sums: Tensor) -> None:
-    """Note the sums of columns, in fp32, with a gradient ``[N, C]``, or ``[count · H · D]`` with gradients that are the slices of one tensor
-    ``[N, count, H, D]``."""
+    """Note column sums in fp32 with a gradient, ``[C]`` of ``[N, C]``, or with those that are the slices of one ``[N, count, H, D]``,
+    ``[count · H · D]``."""
     remember.note(parts[0], _SUMS, sums)
 
 

@@ -17,6 +17,9 @@ WIDEST = 16384
 PASS_ELEMENTS = 2048
 """What a program of a pass over rows works on."""
 
+SUMMED_BLOCKS = 32
+"""Blocks whose column sums a program of a pass adds up: their partial sums, in fp32, are then a sixtieth of what it moves."""
+
 Saved = tuple[Tensor | None, ...]
 
 
@@ -86,34 +89,46 @@ def norm_grads(
     x: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None, rstd: Tensor,
     want_weight: bool, want_bias: bool, layer: bool, *, normed: bool = False, want_sum: bool = False, xhat: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx in x's dtype, dweight, dbias and the column sums of dx in fp32, of y = x̂ · weight + bias.
+    """dx (+ dtotal) in x's dtype, dweight, dbias and the column sums of dx (+ dtotal) in fp32, of y = x̂ · weight + bias.
 
     ``normed``: x is x̂ already. ``xhat`` is filled with x̂.
     """
     rows, c = x.shape
     info = device_info(x.device)
     dx = torch.empty((rows, c), dtype=x.dtype, device=x.device)
-    # at least 4 rows each, since a program's partial sums are as long as a row, in fp32
-    few = max(1, min(-(-rows // 4), 4 * info.sms))
-    wanted, made = (want_weight, want_bias, want_sum), torch.empty if rows else torch.zeros
-    partial = [made((few, c), dtype=torch.float32, device=x.device) if w else None for w in wanted]
+    wanted = (want_weight, want_bias, want_sum)
+    # many programs, as without sums, where those are all that is added up beside the rows
+    passing = not any(wanted) or (dtotal is not None and wanted == (False, False, True))
+    config, each = pass_sizes(c), 0
+    # else at least 4 rows each, since a program's partial sums are as long as a row, in fp32
+    programs = max(1, min(-(-rows // 4), 4 * info.sms))
+    if passing:
+        each = SUMMED_BLOCKS if want_sum else 1
+        programs = -(-rows // (config["ROWS"] * each))
+    partial = torch.empty((programs, sum(wanted), c), dtype=torch.float32, device=x.device)
+    parts = iter(partial.unbind(1))
+    given = [next(parts) if w else None for w in wanted]
 
     def run(config: Config) -> None:
         from gem_kernels.triton.dense.norm_kernels import norm_bwd_kernel
 
-        programs = few if any(wanted) else -(-rows // config["ROWS"])
         launch(
-            norm_bwd_kernel, (programs,), x.device, x, _row(weight), dy, dtotal, mean, rstd, dx, xhat, *partial,
-            stride(x), stride(dy), stride(dtotal), rows,
+            norm_bwd_kernel, (programs,), x.device, x, _row(weight), dy, dtotal, mean, rstd, dx, xhat, *given,
+            stride(x), stride(dy), stride(dtotal), stride(partial), rows,
             C=c, C_PAD=power_of_two(c), LAYER=layer, NORMED=normed, WEIGHT=weight is not None, DTOTAL=dtotal is not None,
-            DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, ONCE=not any(wanted), **config,
+            DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, EACH=each, **config,
         )  # fmt: skip
 
-    if rows and any(wanted):
-        run(choose("norm.backward", facts(c, x.dtype), info, lambda: _backward_candidates(c), run))
-    elif rows:
-        run(pass_sizes(c))
-    dweight, dbias, dsum = (None if p is None else p.sum(0) for p in partial)
+    if rows and not passing:
+        config = choose("norm.backward", facts(c, x.dtype), info, lambda: _backward_candidates(c), run)
+    if rows:
+        run(config)
+    if not any(wanted):
+        return dx, None, None, None
+    from gem_kernels.triton.common.sums import sum_rows
+
+    sums = iter((sum_rows(partial) if rows else partial.new_zeros(partial.shape[1:])).unbind())
+    dweight, dbias, dsum = (next(sums) if w else None for w in wanted)
     return dx, dweight, dbias, dsum
 
 

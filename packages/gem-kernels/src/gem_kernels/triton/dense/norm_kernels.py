@@ -1,7 +1,8 @@
 """Triton kernels of `norm`: memory-bound, one pass over the rows, a few whole rows a program.
 
 Backward of x̂ = (x − μ) r (RMSNorm: μ = 0) from the gradient g of x̂: r (g − mean(g) − x̂ mean(g x̂)), without mean(g) for RMSNorm.
-Gradients of weight and bias are column sums: every program adds up its rows in registers and stores one partial row, the host sums those.
+Gradients of weight and bias, and the sums of dx, are column sums: every program adds up its rows in registers and stores one partial row,
+and `gem_kernels.triton.common.sums` adds those up.
 """
 
 from __future__ import annotations
@@ -43,25 +44,30 @@ def norm_fwd_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def norm_bwd_kernel(
     x, weight, dy, dtotal, mean, rstd, dx, xhat, dweight, dbias, dsum,
-    stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, rows,
+    stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dt: tl.constexpr, stride_part: tl.constexpr, rows,
     C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr, NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DSUM: tl.constexpr, ONCE: tl.constexpr,
+    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DSUM: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """dx (+ dtotal) of every program's share of the rows, and one row of partial sums of dweight, dbias and dx [programs, C] fp32.
+    """dx (+ dtotal) of every program's share of the rows, and a row of partial sums of dweight, dbias and dx (+ dtotal), fp32.
 
-    ONCE: there is a program for every block. NORMED: ``x`` holds x̂. Where ``xhat`` is given, x̂ is stored there. From the last row to the
-    first: a product before this one leaves the last rows of its result in the L2 cache.
+    EACH: blocks that a program does, one after the other; 0: as many as there are for all programs. NORMED: ``x`` holds x̂. Where ``xhat``
+    is given, x̂ is stored there. From the last row to the first: a product before this one leaves the last rows of its result in the L2
+    cache.
     """
     c = tl.arange(0, C_PAD)
     scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :] if WEIGHT else 1.0
     dweight_sum = tl.zeros([C_PAD], tl.float32)
     dbias_sum = tl.zeros([C_PAD], tl.float32)
-    dx_sum = tl.zeros([C_PAD], tl.float32)
-    blocks = tl.cdiv(rows, ROWS)
+    # by row until the end, since what a warp holds of a column is of few rows; fewer, longer turns have no registers for it
+    dx_sum = tl.zeros([ROWS if EACH else 1, C_PAD], tl.float32)
     # a loop over one block is none to the compiler
-    turns = 1 if ONCE else tl.cdiv(blocks - tl.program_id(0), tl.num_programs(0))
+    if EACH:
+        blocks, first, step, turns = tl.num_programs(0) * EACH, tl.program_id(0) * EACH, 1, EACH
+    else:
+        blocks, first, step = tl.cdiv(rows, ROWS), tl.program_id(0), tl.num_programs(0)
+        turns = tl.cdiv(blocks - first, step)
     for turn in range(turns):
-        block = tl.program_id(0) + turn * tl.num_programs(0)
+        block = first + turn * step
         i = tl.cast(blocks - 1 - block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i < rows)[:, None] & (c < C)[None, :]
         r = tl.load(rstd + i, mask=i < rows, other=0.0)[:, None]
@@ -82,15 +88,16 @@ def norm_bwd_kernel(
         if LAYER:
             d = d - (tl.sum(g, 1) / C)[:, None]
         d = d * r
-        if DSUM:
-            dx_sum += tl.sum(tl.where((c < C)[None, :], d, 0.0), 0)
         if DTOTAL:
             d = d + tl.load(dtotal + i[:, None] * stride_dt + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if DSUM:
+            own = d if C == C_PAD else tl.where((c < C)[None, :], d, 0.0)
+            dx_sum += own if EACH else tl.sum(own, 0)[None, :]
         tl.store(dx + i[:, None] * C + c[None, :], d.to(dx.dtype.element_ty), mask=mask)
-    partial = tl.program_id(0) * C + c
+    partial = tl.program_id(0).to(tl.int64) * stride_part + c
     if DWEIGHT:
         tl.store(dweight + partial, dweight_sum, mask=c < C)
     if DBIAS:
         tl.store(dbias + partial, dbias_sum, mask=c < C)
     if DSUM:
-        tl.store(dsum + partial, dx_sum, mask=c < C)
+        tl.store(dsum + partial, tl.sum(dx_sum, 0), mask=c < C)

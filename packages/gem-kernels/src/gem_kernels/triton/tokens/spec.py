@@ -65,6 +65,7 @@ def forward(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[
 
 def backward(problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; the latter's partial sums take 4 bytes a value and program."""
+    from gem_kernels.triton.common.sums import sum_rows
     from gem_kernels.triton.tokens.kernels import tokens_bwd_kernel
 
     x, weight = (t.contiguous() for t in saved)
@@ -76,7 +77,7 @@ def backward(problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, .
     sizes = {**_dims(problem), **_pads(problem), **BACKWARD}
     del sizes["F_PAD"]
     launch(tokens_bwd_kernel, (programs,), x.device, x, weight, dtotal, *given, dx, partial, samples, **sizes)
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, sum_rows(partial, weight.dtype)
 
 
 def specs() -> list[KernelSpec]:

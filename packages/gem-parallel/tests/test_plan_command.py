@@ -15,6 +15,7 @@ from gem_core.cli import main
 from gem_core.config import config_from_dict, load_config, resolve
 from gem_core.plugins import manager
 from gem_parallel.plan.candidates import Dense, Sparse
+from gem_parallel.plan.command import configuration, workload_of
 from gem_parallel.plan.settings import from_parallel, to_parallel
 from gem_parallel.plan.workload import Table
 
@@ -237,19 +238,48 @@ def test_given_and_measured(config: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_local_rates_replace_those_of_the_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    local = tmp_path / "local-tiny.json"
-    parts = [{"part": "attention", "forward_ms": 1.0, "total_ms": 3.0, "tflops": 1.0}]
-    local.write_text(json.dumps({"device": "NVIDIA H200", "parts": parts}))
+    """A step of parts that were measured takes as long as the parts; what was measured on another model is said."""
+    out, local = tmp_path / "plan.json", tmp_path / "local-tiny.json"
     base = ["plan", str(config), "--cluster", H200, "--world", "1", "--set", "train.capture=true"]  # the host bounds it otherwise
-    steps = []
-    for more in ([], ["--local", str(local)]):
-        out = tmp_path / "plan.json"
-        assert main([*base, *more, "--json", str(out)]) == 0
-        steps.append(json.loads(out.read_text())["plan"]["step_s"])
-    assert steps[1] != steps[0]
-    local.write_text(json.dumps({"device": "NVIDIA B200", "parts": parts}))
-    assert main([*base, "--local", str(local)]) == 2
-    assert "measured on 'NVIDIA B200'" in capsys.readouterr().err
+    assert main([*base, "--json", str(out)]) == 0
+    before = json.loads(out.read_text())["plan"]
+    work = workload_of(configuration(str(config), []), "my", None, 4096)
+    parts = [
+        {"part": part, "forward_ms": 40.0, "total_ms": 100.0, "tflops": (there + back) / 0.1 / 1e12}
+        for part, (there, back) in work.part_flops().items()
+        if there
+    ]
+
+    def planned(parts: list[dict[str, object]], samples: int, device: str = "NVIDIA H200") -> tuple[int, str]:
+        local.write_text(json.dumps({"device": device, "samples": samples, "parts": parts}))
+        capsys.readouterr()
+        code = main([*base, "--local", str(local), "--json", str(out)])
+        return code, " ".join("".join(capsys.readouterr()).split())
+
+    code, text = planned(parts, work.batch)
+    assert (code, "another model" in text) == (0, False)
+    after = json.loads(out.read_text())["plan"]
+    computed = after["breakdown_s"]["computation"]
+    assert computed == pytest.approx(0.1 * len(parts), rel=0.1)  # of a drawn batch, not of the mean one
+    assert computed > 10 * before["breakdown_s"]["computation"]
+    code, text = planned(parts, work.batch // 2)
+    assert code == 0
+    assert "was measured on another model: a sample of it has 2 x the FLOPs" in text
+    code, text = planned(parts, work.batch, "NVIDIA B200")
+    assert code == 2
+    assert "measured on 'NVIDIA B200'" in text
+
+
+def test_rates_of_other_widths_are_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.toml"
+    told = []
+    for curve in ("", "[gpu.width]\nreference = 512\n", "[gpu.width]\nreference = 32\n"):
+        file.write_text(Path(B200).read_text() + curve)
+        assert main(["plan", str(config), "--cluster", str(file), "--world", "1"]) == 0
+        told.append(" ".join(capsys.readouterr().out.split()))
+    assert "Rates of parts are those of events 512 wide, and this model's are 32 wide" in told[1]
+    assert "--local" in told[1]
+    assert not any("Rates of parts" in text for text in (told[0], told[2]))
 
 
 @pytest.mark.parametrize(

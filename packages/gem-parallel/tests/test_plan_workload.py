@@ -146,8 +146,10 @@ def test_times_follow_lengths_and_rates() -> None:
     assert at == 1
     assert worst[1].forward == times[1].forward[1] > times[1].forward[0] == times[1].forward[2]
     part = work.units[-1].work["heads"].gemm.constant * 32
-    assert times[-1].forward[0] == pytest.approx(part / (67e12 * place.gpu.in_step * place.gpu.mfu.of("heads")))
-    assert times[-1].backward[0] == pytest.approx(2 * part / (67e12 * place.gpu.in_step * place.gpu.mfu.of("heads", backward=True)))
+    assert times[-1].forward[0] == pytest.approx(part / (67e12 * place.gpu.in_step * place.local_mfu("heads", work.width)))
+    assert times[-1].backward[0] == pytest.approx(
+        2 * part / (67e12 * place.gpu.in_step * place.local_mfu("heads", work.width, backward=True))
+    )
 
 
 def test_ids_are_counted_from_the_data() -> None:
@@ -210,6 +212,42 @@ def test_missing_peak_and_missing_file(tmp_path: Path) -> None:
     file.write_text((CLUSTERS / "h200-x8-host.toml").read_text().replace("fp32 = 67", ""))
     with pytest.raises(ConfigError, match="states no fp32 peak"):
         load_cluster(file).flops("fp32")
+
+
+CURVE = """
+[gpu.width]
+reference = 32
+at = [16, 32, 128]
+[gpu.width.speed]
+heads = [0.5, 1.0, 3.0]
+"""
+
+
+def test_rates_follow_the_width_of_the_model(tmp_path: Path) -> None:
+    """In the logarithm of the width, as at the ends beyond them, and no other part's."""
+    file = tmp_path / "cluster.toml"
+    text = (CLUSTERS / "b200-3-tier.toml").read_text()
+    file.write_text(text + CURVE)
+    plain, place = load_cluster(CLUSTERS / "b200-3-tier.toml"), load_cluster(file)
+    assert place.gpu.width is not None
+    for width, factor in ((0, 1), (8, 0.5), (16, 0.5), (32, 1), (64, 2), (128, 3), (512, 3)):
+        assert place.local_mfu("heads", width) == pytest.approx(plain.local_mfu("heads") * factor)
+        assert place.local_mfu("pffn", width) == plain.local_mfu("pffn")
+    assert [place.gpu.width.beyond(w) for w in (0, 8, 16, 32, 64, 512)] == [False, True, False, False, False, True]
+    work, _ = workload()
+    assert work.width == 32
+    lengths = {name: np.full((1, 32), 10) for name in work.lengths}
+    for width, factor in ((32, 1), (128, 3)):
+        of = [compute_times(replace(work, width=width), c, lengths)[-1] for c in (plain, place)]
+        assert of[0].forward / of[1].forward == pytest.approx(factor)
+        assert of[0].backward / of[1].backward == pytest.approx(factor)
+    for old, new, message in (
+        ("at = [16, 32, 128]", "at = [32, 16, 128]", "ascending"),
+        ("[0.5, 1.0, 3.0]", "[1.0]", "each of the 3 widths"),
+    ):
+        file.write_text(text + CURVE.replace(old, new))
+        with pytest.raises(ConfigError, match=message):
+            load_cluster(file)
 
 
 def test_dealt_batches_cost_alike_and_have_the_same_mean() -> None:

@@ -125,5 +125,5 @@ def _options(unit: Unit, workload: Workload, cluster: Cluster, rank: Lengths, ev
     found = [(unit.saved.bytes(workload.batch, events), 0.0)]
     for choice in unit.choices:
         works = [(part, unit.work[part]) for part in choice.parts if part in unit.work]
-        found.append((choice.saved.bytes(workload.batch, events), float(part_seconds(works, rank, workload.recipe, cluster).item())))
+        found.append((choice.saved.bytes(workload.batch, events), float(part_seconds(works, rank, workload, cluster).item())))
     return found

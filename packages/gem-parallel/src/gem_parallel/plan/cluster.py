@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from gem_core.config import FrozenConfig
@@ -46,6 +47,37 @@ class Mfu(FrozenConfig):
         return rates.get(part, rates[DEFAULT])
 
 
+class Width(FrozenConfig):
+    """``[gpu.width]``: how the rates of ``[gpu.mfu]`` change with the model's width, that of its events (``model.sequence.dim``).
+
+    ``reference``: the width at which they hold. ``speed.PART``: at the widths ``at``, over that at the reference; between them in the
+    logarithm of the width, beyond them as at the last one. Parts without a curve keep their rate.
+    """
+
+    reference: int = Field(gt=0)
+    at: tuple[int, ...] = ()
+    speed: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if list(self.at) != sorted(set(self.at)) or any(width <= 0 for width in self.at):
+            raise ValueError("at needs ascending widths above 0")
+        for part, speeds in self.speed.items():
+            if len(speeds) != len(self.at) or any(speed <= 0 for speed in speeds):
+                raise ValueError(f"speed.{part} needs a number above 0 for each of the {len(self.at)} widths in at")
+        return self
+
+    def of(self, part: str, width: int) -> float:
+        """Factor of the part's rates at ``width``; 1 for a model without one (0)."""
+        if not width or part not in self.speed:
+            return 1.0
+        return float(np.interp(np.log(width), np.log(self.at), self.speed[part]))
+
+    def beyond(self, width: int) -> bool:
+        """Whether the rates at ``width`` are not known."""
+        return bool(width) and width != self.reference and not (self.speed and self.at[0] <= width <= self.at[-1])
+
+
 class Gpu(FrozenConfig):
     """``[gpu]``"""
 
@@ -60,6 +92,7 @@ class Gpu(FrozenConfig):
     peak_tflops: dict[str, float] = Field(description='dense peak by precision: "fp32", "bf16"')
     speedup: dict[str, float] = Field(default_factory=dict, description="by recipe: how much faster than in bf16 its linear maps run")
     mfu: Mfu
+    width: Width | None = Field(None, description="the model width at which the local MFU holds, and how it changes; none: at all widths")
     in_step: float = Field(1.0, gt=0, description="how much faster parts run within a step than alone, where their local MFU is measured")
     overhead_ms: float = Field(0.0, ge=0, description="a step's host time that nothing hides")
     launch_us: float = Field(
@@ -156,6 +189,11 @@ class Cluster(FrozenConfig):
                 where="--world",
                 fix="start fewer processes, or raise the size of the last of [[tiers]] in the cluster file",
             )
+
+    def local_mfu(self, part: str, width: int = 0, *, backward: bool = False) -> float:
+        """Local MFU of a part of a model whose events have ``width`` (0: it has none)."""
+        factor = 1.0 if self.gpu.width is None else self.gpu.width.of(part, width)
+        return self.gpu.mfu.of(part, backward=backward) * factor
 
     def flops(self, recipe: str) -> float:
         """FLOP/s at MFU 1 of linear maps under ``recipe``: the fp32 peak for "fp32", else that of bf16 times the recipe's speed-up.

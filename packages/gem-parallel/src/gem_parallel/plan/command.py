@@ -67,7 +67,7 @@ def plan(
     from gem_parallel.plan import report
     from gem_parallel.plan.cluster import load_cluster
     from gem_parallel.plan.explain import baselines, neighbours
-    from gem_parallel.plan.measured import compare, comparison_table, load_measurements, local_rates
+    from gem_parallel.plan.measured import compare, comparison_table, load_measurements, local_rates, rates_note
     from gem_parallel.plan.measured import given as estimate_given
     from gem_parallel.plan.picture import page
     from gem_parallel.plan.search import Space
@@ -80,7 +80,11 @@ def plan(
     loaded = configuration(config, overrides or [])
     workload = workload_of(loaded, config, lengths, samples)
     if local is not None:
-        place = local_rates(local, workload, place)
+        place, note = local_rates(local, workload, place)
+    else:
+        note = rates_note(workload, place)
+    if note:
+        report.show(note)
     if measured is not None:
         report.show(comparison_table(compare(loaded, workload, place, load_measurements(measured))))
         return

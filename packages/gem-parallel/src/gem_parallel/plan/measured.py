@@ -95,8 +95,10 @@ def _of_ladder(row: dict[str, Any], common: list[str]) -> dict[str, Any]:
     }
 
 
-def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
-    """``cluster`` with the local MFU of each part that ``gemrec bench local`` measured (its JSON file); other parts keep theirs.
+def local_rates(path: Path, workload: Workload, cluster: Cluster) -> tuple[Cluster, str]:
+    """``cluster`` with the local MFU of each part that ``gemrec bench local`` measured (its JSON file), which a step is taken to keep
+    (``in_step`` of 1); other parts are as fast as before. And what to tell the user: that the measured parts did other work than the
+    workload's, or nothing.
 
     :raises ConfigError: no such result, or one of another kind of GPU.
     """
@@ -104,6 +106,7 @@ def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
         result = json.loads(path.read_text(encoding="utf-8"))
         rows = {str(row["part"]): (row["forward_ms"] * 1e-3, row["total_ms"] * 1e-3, row["tflops"] * 1e12) for row in result["parts"]}
         device = str(result["device"])
+        samples = int(result["samples"])
     except (OSError, ValueError, KeyError, TypeError) as fault:
         what = fault.strerror if isinstance(fault, OSError) else "not its JSON"
         raise ConfigError(f"no result of `gemrec bench local`: {what}", where=str(path), fix="pass its local-PRESET.json") from None
@@ -114,15 +117,33 @@ def local_rates(path: Path, workload: Workload, cluster: Cluster) -> Cluster:
             fix="measure on the GPU of the cluster file, or correct gpu.name",
         )
     peak, flops = cluster.flops(workload.recipe), workload.part_flops()
-    mfu = cluster.gpu.mfu
-    forward, backward = dict(mfu.forward), dict(mfu.backward)
+    mfu, in_step = cluster.gpu.mfu, cluster.gpu.in_step
+    forward, backward = ({part: rate * in_step for part, rate in rates.items()} for rates in (mfu.forward, mfu.backward))
+    did = dict.fromkeys(rows, 0.0)
     for part, (ahead, whole, rate) in rows.items():
         there, back = flops.get(part, (0.0, 0.0))
         if there and back and whole > ahead > 0:
-            forward[part] = min(1.0, rate * whole * there / (there + back) / ahead / peak)
-            backward[part] = min(1.0, rate * whole * back / (there + back) / (whole - ahead) / peak)
+            # as the file's rates are: at the reference width
+            share = cluster.local_mfu(part, workload.width) / mfu.of(part)
+            forward[part] = min(1.0, rate * whole * there / (there + back) / ahead / peak / share)
+            backward[part] = min(1.0, rate * whole * back / (there + back) / (whole - ahead) / peak / share)
+            did[part] = rate * whole / samples / ((there + back) / workload.batch)
     rates = mfu.model_copy(update={"forward": forward, "backward": backward})
-    return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"mfu": rates})})
+    other = [part for part, ratio in did.items() if ratio and not 0.67 < ratio < 1.5]
+    note = f"{path} was measured on another model: a sample of it has {did[other[0]]:.2g} x the FLOPs in {other[0]!r}." if other else ""
+    return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"mfu": rates, "in_step": 1.0})}), note
+
+
+def rates_note(workload: Workload, cluster: Cluster) -> str:
+    """That the rates of the parts are taken at a width at which nobody measured them, with what to do; empty where they are known."""
+    width = cluster.gpu.width
+    if width is None or not width.beyond(workload.width):
+        return ""
+    return (
+        f"Rates of parts are those of events {width.reference} wide, and this model's are {workload.width} wide"
+        + (f" (measured up to {width.at[-1]})" if width.speed and workload.width > width.reference else "")
+        + ": the step may be predicted by a third too slow or too fast. Measure `gemrec bench local` on one GPU and pass --local."
+    )
 
 
 def compare(config: Config, workload: Workload, cluster: Cluster, measurements: list[Measurement]) -> list[Comparison]:

@@ -44,7 +44,7 @@ def compute_times(workload: Workload, cluster: Cluster, lengths: Lengths) -> tup
     known: dict[tuple[int, tuple[str, ...]], UnitTimes] = {}
 
     def seconds(works: Iterable[tuple[str, PartWork]], backward: bool) -> Any:
-        return part_seconds(works, lengths, workload.recipe, cluster, backward=backward)
+        return part_seconds(works, lengths, workload, cluster, backward=backward)
 
     def of(unit: Unit) -> UnitTimes:
         key = id(unit.work), unit.again
@@ -58,13 +58,15 @@ def compute_times(workload: Workload, cluster: Cluster, lengths: Lengths) -> tup
     return tuple(of(unit) for unit in workload.units)
 
 
-def part_seconds(works: Iterable[tuple[str, PartWork]], lengths: Lengths, recipe: str, cluster: Cluster, *, backward: bool = False) -> Any:
+def part_seconds(
+    works: Iterable[tuple[str, PartWork]], lengths: Lengths, workload: Workload, cluster: Cluster, *, backward: bool = False
+) -> Any:
     """Seconds of parts within a step, ``[...]`` for lengths ``[..., B]``."""
     total: Any = 0.0
-    peak = cluster.flops(recipe) * cluster.gpu.in_step
+    peak = cluster.flops(workload.recipe) * cluster.gpu.in_step
     for part, work in works:
         flops = work.gemm * 2 + work.attention_backward if backward else work.gemm + work.attention
-        total = total + flops.over(lengths) / (peak * cluster.gpu.mfu.of(part, backward=backward))
+        total = total + flops.over(lengths) / (peak * cluster.local_mfu(part, workload.width, backward=backward))
     return total
 
 

@@ -128,7 +128,7 @@ class Table:
 class Workload:
     """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a gathered parameter (2 under bf16).
     ``captured``: the step is one graph, which the host launches at once. ``dealt``: batches to which a rank's samples are dealt by length;
-    1: as they come."""
+    1: as they come. ``width``: of the model's events, which rates depend on; 0: it has none."""
 
     name: str
     recipe: str
@@ -140,6 +140,7 @@ class Workload:
     cast_parameters: bool = True
     captured: bool = False
     dealt: int = 1
+    width: int = 0
 
     @property
     def launches(self) -> float:
@@ -216,8 +217,14 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     return Workload(
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
         compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32", captured=config.train.capture,
-        dealt=dealt(resolved.source),
+        dealt=dealt(resolved.source), width=_width(model.config),
     )  # fmt: skip
+
+
+def _width(options: Any) -> int:
+    """Of the events that the gem model reads; of several towers' the widest."""
+    towers = [*getattr(options, "groups", {}).values(), getattr(options, "sequence", None)]
+    return max((int(tower.dim) for tower in towers if hasattr(tower, "dim")), default=0)
 
 
 def dealt(source: Any) -> int:

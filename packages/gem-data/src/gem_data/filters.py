@@ -2,7 +2,8 @@
 
 A filter is a comparison (``== != < <= > >=`` with a number, text, ``True`` or ``False``; ``in`` and ``not in`` with a list; ``is None`` and
 ``is not None``) or several joined by ``and``, ``or``, ``not`` and parentheses. A column is written as its name, or as ``col("any name")``.
-A comparison with null is null, and a row passes only where the whole filter is true, as in SQL. Times are compared with ISO text.
+A comparison with null is null, and a row passes only where the whole filter is true, as in SQL. Times are compared with ISO text; text
+without an offset is UTC where the column has a zone.
 """
 
 from __future__ import annotations
@@ -117,10 +118,32 @@ class Filter:
             return pc.is_null(column) if op in (ast.Is, ast.Eq) else pc.is_valid(column)
         if op in (ast.In, ast.NotIn):
             values = pa.array(list(value))
+            if pa.types.is_temporal(column.type) and pa.types.is_string(values.type):
+                column, values = _fine(column), pa.array([_time(text, column.type) for text in value])
             found = pc.is_in(column, value_set=values if values.type == column.type else values.cast(column.type))
             found = found if op is ast.In else pc.invert(found)
             return pc.if_else(pc.is_valid(column), found, pa.scalar(None, pa.bool_()))
         literal = pa.scalar(value)
         if pa.types.is_temporal(column.type):
-            literal = literal.cast(column.type)
+            literal = _time(value, column.type) if isinstance(value, str) else literal.cast(column.type)
         return getattr(pc, _COMPARE[op])(column, literal)
+
+
+def _fine(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Dates and timestamps as timestamps, no coarser than microseconds, others as they are."""
+    if not (pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)):
+        return column
+    return column.cast(pa.timestamp("ns" if getattr(column.type, "unit", None) == "ns" else "us", getattr(column.type, "tz", None)))
+
+
+def _time(text: str, kind: pa.DataType) -> pa.Scalar:
+    """ISO text as a scalar that compares with a column of the type ``kind``."""
+    if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        return pa.scalar(text).cast(kind)
+    zone = getattr(kind, "tz", None)
+    if zone is None:
+        return pa.scalar(text).cast(pa.timestamp("us"))
+    try:
+        return pa.scalar(text).cast(pa.timestamp("us", zone))
+    except pa.ArrowInvalid:  # without an offset
+        return pa.scalar(text).cast(pa.timestamp("us")).cast(pa.timestamp("us", "UTC")).cast(pa.timestamp("us", zone))

@@ -27,10 +27,17 @@ from gem_data.files import DataFile, find_files
 from gem_data.profile import Column, profile
 
 _LABELS = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "target", "y", "ctr")
-_SECOND = ("conversion", "converted", "is_conversion", "purchase", "buy", "is_buy", "cvr", "order")
+_SECOND = (
+    *("conversion", "converted", "is_conversion", "cvr", "purchase", "purchased", "is_purchase", "buy", "bought", "is_buy"),
+    *("order", "ordered", "is_order", "install", "installed", "is_install"),
+)
 _GRADED = ("rating", "stars", "score")
 _TIME = re.compile(r"(^|_)(timestamp|time|ts|datetime|date|event_time)s?$")
 _SAMPLE = ("sample_id", "row_id", "impression_id", "request_id", "record_id")
+_ROW = ("id", "uuid", "guid", "event_id", "log_id", "auction_id", "bid_id", "trace_id")
+"""May number the rows; only statistics tell."""
+_GROUP = ("user_id", "user", "uid", "userid", "member_id", "customer_id", "visitor_id")
+_FOLDER_TIME = re.compile(r"(^|_)(day|date|dt|ds|hour|month|year|week|time|ts)(_|$)")
 _SPLIT = ("split", "fold", "is_train", "is_test")
 _HISTORY = re.compile(r"(^|_)(hist|history|seq|sequence|past|behaviou?r|events?|clicked|viewed|recent)(_|s?$)")
 _NOISE = re.compile(
@@ -60,6 +67,7 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
     splits = _splits(path, files, features, proposal)
     head = [
         f"# Proposed by 'gemrec data inspect': {len(files)} file(s), {sum(sum(f.rows) for f in files):,} rows. Read it before you train.",
+        "# A column that is known only after the impression (a purchase, a time of watching) must be a label or go: as a feature it leaks.",
         *(f"# left out: {name}: {why}" for name, why in proposal.left_out.items()),
         "",
     ]
@@ -77,6 +85,7 @@ class _Proposal:
         self._free = {name: c for name, c in self.columns.items() if c.kind == "other" or c.nulls < len(c.sample)}
         self.left_out |= dict.fromkeys(self.columns.keys() - self._free.keys(), "holds no value")
         self._shared: dict[str, int] = {}
+        self._folders = {name for name, _ in files[0].partition}
         self.time: Column | None = None
         self.group: str | None = None
         self._find_labels(label, files)
@@ -86,6 +95,8 @@ class _Proposal:
         scalars = self._scalars(events)
         bags = self._bags()
         self._tables(scalars, histories)
+        if self.group not in (*self.top.get("columns", ()), *(name for _, part in scalars for name in part.get("sparse", {}))):
+            self.group = None
         for comment, part in [*scalars, *bags, *histories]:
             self.sections.append((comment, part))
         self.sections += self.label_sections
@@ -120,6 +131,8 @@ class _Proposal:
         binary = [c.name for c in self._free.values() if _binary(c)]
         first = asked or next((n for wanted in _LABELS for n in binary if n.lower() == wanted), None)
         second = next((n for wanted in _SECOND for n in binary if n.lower() == wanted and n != first), None)
+        if second is None and first is not None and _binary(self._free[first]):
+            second = next((c.name for c in self._free.values() if c.name.lower() in _SECOND and _binary_where(c, self._free[first])), None)
         graded = next(
             (c for n in _GRADED for c in self._free.values() if c.name.lower() == n and c.kind in ("int", "float") and not c.depth), None
         )
@@ -131,7 +144,14 @@ class _Proposal:
             self._label("ctr", self._take(graded.name), {"threshold": at}, f"{graded.low} to {graded.high}, mean {graded.mean:.2f}")
             return
         if first is None:
-            raise DataError("no column looks like a label", where=where, fix="name it: --label COLUMN (a column of 0 and 1, or graded)")
+            called = [
+                f"{c.name!r} is called like one, but {_unlike(c)}" for c in self._free.values() if c.name.lower() in (*_LABELS, *_SECOND)
+            ]
+            raise DataError(
+                "; ".join(["no column looks like a label", *called]),
+                where=where,
+                fix="write the label as 0 and 1, or name it: --label COLUMN (a column of 0 and 1, or of graded numbers)",
+            )
         column = self._take(first)
         extra: dict[str, Any] = {} if _binary(column) else {"threshold": float(np.ceil(column.mean))}
         self._label("ctr", column, extra, f"mean {_mean(column):.4f} of {column.rows:,} rows")
@@ -148,10 +168,17 @@ class _Proposal:
             if name in _SPLIT and not column.depth:
                 self._take(column.name)
                 self.left_out[column.name] = "looks like a split; use it in train_filter, eval_filter and test_filter"
-            elif (
-                name in _SAMPLE and column.kind in ("int", "text") and not column.depth and not column.nulls and "sample_id" not in self.top
+            elif "sample_id" not in self.top and (
+                (name in _SAMPLE and column.kind in ("int", "text") and not column.depth and not column.nulls)
+                or (name in _ROW and _numbers_rows(column))
             ):
                 self.top["sample_id"] = self._take(column.name).name
+            elif column.name in self._folders and (_FOLDER_TIME.search(name) or _iso(column)):
+                self._take(column.name)
+                self.left_out[column.name] = "a folder's name that tells the time; tomorrow's is another, so use it in filters only"
+            elif _iso(column) and not column.depth:
+                self._take(column.name)
+                self.left_out[column.name] = "times as text; store them as timestamps (pyarrow: column.cast('timestamp[us]'))"
             elif name in _GRADED and column.kind in ("int", "float"):
                 self._take(column.name)
                 self.left_out[column.name] = "looks like another form of the label"
@@ -161,9 +188,10 @@ class _Proposal:
                 if column.kind == "int" and _unit(column) != "s":
                     self.top["timestamp_unit"] = _unit(column)
         known = [self._take(n).name for n in list(self._free) if n.startswith(TRUE_PROBABILITY)]
-        self.group = "user_id" if "user_id" in self._free and self._free["user_id"].depth == 0 else None
-        if self.group or known:
-            self.top["columns"] = [*([self.group] if self.group else []), *known]
+        self.group = next((n for wanted in _GROUP for n, c in self._free.items() if n.lower() == wanted and c.depth == 0), None)
+        numbers = [self.group] if self.group and self._free[self.group].kind == "int" else []
+        if numbers or known:
+            self.top["columns"] = [*numbers, *known]
 
     # --- features ---------------------------------------------------------------------------------------------------------------------
 
@@ -182,7 +210,7 @@ class _Proposal:
             return None
         if c.kind == "text":
             widths = pc.mean(pc.binary_length(c.sample)).as_py() or 0
-            if widths > _LONG_TEXT and c.distinct > 100:
+            if widths > _LONG_TEXT and c.distinct > 100 and _spaced(c):
                 self.left_out[c.name] = f"free text ({widths:.0f} bytes on average)"
                 return None
         if c.distinct <= 1:
@@ -193,6 +221,9 @@ class _Proposal:
             return None
         if c.kind == "float" or (c.kind == "int" and not event and not _id_like(c)):
             return f"{c.name}: {c.low:g} to {c.high:g}, {c.nulls:,} missing of {c.rows:,}", {"dense": {c.name: _dense(c)}}
+        if _numbers_rows(c) and not event:
+            self.left_out[c.name] = "has another value in every row: nothing can be learned from it"
+            return None
         return f"{c.name}: about {c.distinct:,} values in {c.rows:,} rows, {c.nulls:,} missing", {"sparse": {c.name: _ids(c)}}
 
     def _find_histories(self) -> list[tuple[str, dict[str, Any]]]:
@@ -230,6 +261,9 @@ class _Proposal:
                 continue
             if column.kind in ("other", "time") or (column.kind == "float" and column.depth == 2 and column.width is None):
                 self.left_out[column.name] = f"type {column.type}"
+                continue
+            if _iso(column):
+                self.left_out[column.name] = "times as text; store them as timestamps (pyarrow: column.cast(pa.list_(pa.timestamp('us'))))"
                 continue
             field: dict[str, Any] = {"column": column.name}
             if column.kind == "float":
@@ -306,6 +340,50 @@ def _splits(path: Path, files: list[DataFile], features: Features, proposal: _Pr
 
 def _binary(c: Column) -> bool:
     return not c.depth and not c.nulls and (c.kind == "bool" or (c.kind in ("int", "float") and c.low in (0, 1) and c.high in (0, 1)))
+
+
+def _binary_where(c: Column, first: Column) -> bool:
+    """0 and 1 where ``first`` is 1, null or the same elsewhere."""
+    if (
+        c.depth
+        or not c.nulls
+        or c.kind not in ("int", "float", "bool")
+        or (c.kind != "bool" and (c.low not in (0, 1) or c.high not in (0, 1)))
+    ):
+        return False
+    clicked = pc.equal(first.sample.cast(pa.float64()), 1.0) if first.kind != "bool" else first.sample
+    return c.sample.filter(clicked).null_count == 0
+
+
+def _unlike(c: Column) -> str:
+    """Why a column is no label."""
+    if c.depth:
+        return "it holds lists"
+    if c.nulls:
+        return f"{c.nulls:,} of {c.rows:,} rows miss it"
+    return f"it holds {c.low:g} to {c.high:g}" if c.kind in ("int", "float") and c.low is not None else f"it is of type {c.type}"
+
+
+def _spaced(c: Column) -> bool:
+    """Words: identifiers (UUIDs, digests, URLs) have no spaces, however long they are."""
+    return bool((pc.mean(pc.match_substring(c.sample.cast(pa.large_binary()), b" ").cast(pa.float64())).as_py() or 0) > 0.5)
+
+
+def _numbers_rows(c: Column) -> bool:
+    return c.kind in ("int", "text") and not c.depth and not c.nulls and c.rows >= 1000 and c.distinct == c.rows
+
+
+def _iso(c: Column) -> bool:
+    """Text that says times."""
+    if c.kind != "text" or not (pa.types.is_string(c.sample.type) or pa.types.is_large_string(c.sample.type)):
+        return False
+    some = c.sample.drop_null().slice(0, 100)
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        try:
+            return bool(len(some.cast(kind)))
+        except pa.ArrowInvalid:
+            continue
+    return False
 
 
 def _mean(c: Column) -> float:

@@ -1,0 +1,116 @@
+"""gemrec data inspect on logs as companies export them, and filters on their times."""
+
+import datetime
+import tomllib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gem_core.config.features import Features
+from gem_core.errors import DataError
+from gem_data import ParquetSource
+from gem_data.filters import Filter
+from gem_data.inspect import propose
+
+N = 1200
+START = datetime.datetime(2025, 10, 9, tzinfo=datetime.UTC)
+
+
+def exported(folder, **columns):
+    """A day a folder, zoned times in milliseconds, ids as text, a purchase that is null where nobody clicked."""
+    clicked = [int(i % 3 == 0) for i in range(N)]
+    table = {
+        "event_id": list(range(N)),
+        "ts": pa.array([START + datetime.timedelta(minutes=10 * i) for i in range(N)], pa.timestamp("ms", "UTC")),
+        "user": [f"{i % 150:08x}-0000-4000-8000-000000000000" for i in range(N)],
+        "sku": [f"sku-{i % 40}" for i in range(N)],
+        "clicked": clicked,
+        "purchased": pa.array([int(i % 6 == 0) if c else None for i, c in enumerate(clicked)], pa.int64()),
+        **columns,
+    }
+    days = pa.table(table)
+    for day in range(3):
+        (folder / f"day=2025-10-{9 + day:02}").mkdir(parents=True)
+        pq.write_table(days.slice(day * N // 3, N // 3), folder / f"day=2025-10-{9 + day:02}" / "a.parquet")
+    return tomllib.loads(propose(folder)), propose(folder)
+
+
+def rows_of(folder, proposed, split):
+    options = proposed["data"]["parquet"]
+    features = Features.model_validate(proposed["features"])
+    source = ParquetSource(str(folder), features, batch_size=256, filter=options[f"{split}_filter"])
+    return sum(len(batch) for batch in source)
+
+
+def test_the_proposal_reads_a_log_with_zoned_times(tmp_path):
+    proposed, _ = exported(tmp_path)
+    counts = [rows_of(tmp_path, proposed, split) for split in ("train", "eval")]
+    assert sum(counts) == N
+    assert counts[1] == pytest.approx(N / 10, abs=2)
+
+
+def test_what_is_known_after_the_impression_is_no_feature(tmp_path):
+    proposed, text = exported(tmp_path)
+    features = proposed["features"]
+    assert features["labels"] == {"ctr": {"column": "clicked"}, "cvr": {"column": "purchased", "mask": "clicked"}}
+    assert set(features["sparse"]) == {"user", "sku"}
+    assert "as a feature it leaks" in text
+
+
+def test_rows_numbers_and_days_are_no_features(tmp_path):
+    proposed, text = exported(tmp_path, digest=[f"{i:040x}" for i in range(N)])
+    assert proposed["features"]["sample_id"] == "event_id"
+    assert "# left out: digest: has another value in every row" in text
+    assert "# left out: day: a folder's name that tells the time" in text
+    assert proposed["eval"] == {"group": "user"}  # a UUID is an id, not free text; text cannot be a column of the batch
+    assert "columns" not in proposed["features"]
+
+
+def test_a_purchase_missing_at_a_click_is_no_label(tmp_path):
+    proposed, _ = exported(tmp_path, purchased=pa.array([None] * (N - 1) + [1], pa.int64()))
+    assert set(proposed["features"]["labels"]) == {"ctr"}
+
+
+def test_times_as_text_are_left_out(tmp_path):
+    seen = [["2025-10-01", "2025-10-02"]] * N
+    _, text = exported(tmp_path, shown=["2025-10-09T10:00:00Z"] * N, hist_sku=[["sku-1", "sku-2"]] * N, hist_time=seen)
+    assert "# left out: shown: times as text; store them as timestamps" in text
+    assert "# left out: hist_time: times as text; store them as timestamps" in text
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ([0, 1, 2] * 4, "it holds 0 to 2"),
+        (["yes", "no"] * 6, "it is of type string"),
+        ([0, None, 1] * 4, "4 of 12 rows miss it"),
+        ([[1], [0]] * 6, "it holds lists"),
+    ],
+)
+def test_a_column_called_like_a_label_is_told_apart(tmp_path, column, words):
+    pq.write_table(pa.table({"item": [0, 1, 2] * 4, "click": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=f"no column looks like a label; 'click' is called like one, but {words}"):
+        propose(tmp_path / "a.parquet")
+
+
+ZONED = pa.timestamp("ns", "Europe/Berlin")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "keep"),
+    [
+        (pa.timestamp("s"), "t < '2025-10-09 02:00:00'", [1, 1, 0, 0]),
+        (pa.timestamp("s"), "t == '2025-10-09 01:00:00.5'", [0, 0, 0, 0]),
+        (pa.timestamp("ms", "UTC"), "t >= '2025-10-09 02:00:00'", [0, 0, 1, 1]),
+        (ZONED, "t >= '2025-10-09 02:00:00'", [0, 0, 1, 1]),
+        (ZONED, "t >= '2025-10-09 04:00:00+02:00'", [0, 0, 1, 1]),
+        (ZONED, "t not in ['2025-10-09 01:00:00Z']", [1, 0, 1, 1]),
+        (pa.date32(), "t >= '2025-10-09 00:00:00'", [1, 1, 1, 1]),
+        (pa.date32(), "t in ['2025-10-09 01:00:00']", [0, 0, 0, 0]),
+        (pa.date64(), "t in ['2025-10-09', '2020-01-01']", [1, 1, 1, 1]),
+    ],
+)
+def test_times_compare_with_text(kind, text, keep):
+    times = pa.array([datetime.datetime(2025, 10, 9, hour) for hour in range(4)], pa.timestamp("us")).cast(kind, safe=False)
+    assert Filter(text).mask(pa.table({"t": times}), "here").to_pylist() == [bool(k) for k in keep]

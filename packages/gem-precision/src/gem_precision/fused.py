@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from gem_precision.gemm import PAD, Quantised
 from gem_precision.kernels.quantize import norm_backward, norm_quantize, quantize_matrix, serves_mixed, takes
 from gem_precision.policy import LinearPolicy, Operand
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 def can_fuse(x: Tensor, before: str, policy: LinearPolicy) -> bool:

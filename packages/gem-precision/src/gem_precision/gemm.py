@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def gemm(
     if backend == "triton":
         from gem_precision.kernels.scaled_gemm import scaled_gemm
 
-        return _plus(scaled_gemm(a, b, out_dtype), bias, plus)
+        return _plus(scaled_gemm(cast(MX, a), cast(MX, b), out_dtype), bias, plus)
     return _plus(_emulated(a, b, out_dtype), bias, plus)
 
 
@@ -261,10 +262,8 @@ def adds_bias(device: torch.device, family: str, a_block: tuple[int, int], b_blo
     """Whether cuBLAS adds a bias to such a product before it is rounded; asked of the library by a product of 128 each, once."""
     x = torch.zeros(128, 128, dtype=torch.bfloat16, device=device)
     bias = torch.ones(128, dtype=torch.bfloat16, device=device)
-    if family == "MX":
-        a, b = (quantize_mx(x, block=block) for block in (a_block, b_block))  # type: ignore[arg-type]
-    else:
-        a, b = (quantize_fp8(x, block=block) for block in (a_block, b_block))
+    quantize: Any = quantize_mx if family == "MX" else quantize_fp8
+    a, b = (quantize(x, block=block) for block in (a_block, b_block))
     try:
         return bool((_aligned_scaled_mm(a, b, torch.bfloat16, bias) == 1).all())
     except (RuntimeError, ValueError):
@@ -283,7 +282,7 @@ def with_spare_rows(data: Tensor) -> Tensor:
 
 def _aligned_scaled_mm(a: Quantised, b: Quantised, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     left, right = _k_innermost(a.data), _k_innermost(b.data).t()
-    if isinstance(a, MX):
+    if isinstance(a, MX) and isinstance(b, MX):
         scale_a = swizzle_scales(strip_scales(a)).view(torch.float8_e8m0fnu)
         scale_b = swizzle_scales(strip_scales(b)).view(torch.float8_e8m0fnu)
     elif a.block == (1, 0):

@@ -155,7 +155,7 @@ def _compare(records: Sequence[dict[str, Any]]) -> None:
     last, *before = reversed(records)
     limits = QUANTISED if (last.get("mfu_peak") or {}).get("reason", "") and "quantised" in last["mfu_peak"]["reason"] else NOISE
     for kind, found in last.get("check", {}).items():
-        first = next((r["check"][kind] for r in reversed(before) if kind in r.get("check", {})), None)
+        first: Any = next((r["check"][kind] for r in reversed(before) if kind in r.get("check", {})), None)
         for name, limit in limits.items() if first is not None else ():
             off = abs(found[name] / first[name] - 1) if first[name] else abs(found[name])
             if not off <= limit:  # NaN too

@@ -77,7 +77,7 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
         raise ConfigError(f"the parts of the model {config.model.name!r} are not known", where="model.name", fix="measure the model gem")
     with runtime(config) as rt, use_policy(config.kernels.default, config.kernels.ops):
         parts = build_parts(resolved, rt)
-        model = parts.model.train()
+        model: Any = parts.model.train()
         host = next(iter(build_source(resolved, "train", rt)))
         batch = host.to(rt.device)
         calls = _record(model, rt.device, lambda: parts.module(batch))

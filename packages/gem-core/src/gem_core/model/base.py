@@ -101,9 +101,10 @@ class FlatFeatures(nn.Module):
         self.vectors, self.dense_names = {n: v.dim for n, v in features.vectors.items()}, tuple(features.dense)
         self.pool = ops.jagged_mean if history == "mean" else ops.jagged_sum
         names = features.sequences if history != "none" else {}
-        self.histories = nn.ModuleDict({n: EventFields(n, features, tables, candidate=False) for n in names})
+        histories = {n: EventFields(n, features, tables, candidate=False) for n in names}
+        self.histories = nn.ModuleDict(histories)
         self.width = sum(tables.table(features.table_of(p)).dim for p in self.sparse) + sum(self.vectors.values()) + len(self.dense_names)
-        self.width += sum(sum(h.widths.values()) for h in self.histories.values())
+        self.width += sum(sum(h.widths.values()) for h in histories.values())
 
     def forward(self, batch: Batch, embedded: Embedded) -> Tensor:
         parts = [embedded[p] for p in self.sparse]

@@ -41,6 +41,7 @@ class SampleTokens(nn.Module):
     def count_flops(self, count: FlopCount, lengths: Mapping[str, Tensor], b: int) -> None:
         count.linear("features", self.features, b, self.features.dim)
         for name, events in self.events.items():
+            assert isinstance(events, EventTokens)
             count.linear("events", events.maps, int(lengths[name].sum()))
 
 

@@ -27,6 +27,9 @@ class Dice(nn.Module):
     Mean and variance are the batch's while training (running averages otherwise, and for batches of fewer than two rows); ``a`` is learned.
     """
 
+    mean: Tensor
+    var: Tensor
+
     def __init__(self, dim: int, *, eps: float = 1e-8, momentum: float = 0.1) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.empty(dim))
@@ -107,9 +110,10 @@ class Din(RankingModel):
 
     def __init__(self, config: DinConfig, features: Features) -> None:
         super().__init__(config, features)
-        self.histories = nn.ModuleDict({name: Interest(name, features, self.table_set, config) for name in features.sequences})
+        histories = {name: Interest(name, features, self.table_set, config) for name in features.sequences}
+        self.histories = nn.ModuleDict(histories)
         self.flat = FlatFeatures(features, self.table_set)
-        width = self.flat.width + sum(h.width for h in self.histories.values())
+        width = self.flat.width + sum(h.width for h in histories.values())
         self.heads = TaskHeads(_mlp(width, config.hidden, 1, config.activation, config.dropout) for _ in self.task_names)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -174,7 +174,7 @@ class EventFields(nn.Module):
             if isinstance(value, Jagged):
                 return (ops.jagged_sum if field.pooling == "sum" else ops.jagged_mean)(rows, value.offsets)
             return rows
-        value = value.float()
+        value = group.jagged(name).values.float()
         return value.unsqueeze(1) if value.dim() == 1 else value
 
 

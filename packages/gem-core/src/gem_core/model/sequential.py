@@ -14,6 +14,7 @@ from gem_core.config.features import Features
 from gem_core.errors import ConfigError
 from gem_core.model.base import RankingModel
 from gem_core.model.config import EventConfig, HstuConfig, PffnConfig, PoolingConfig, SasRecConfig, SequenceConfig
+from gem_core.model.contract import TableSet
 from gem_core.model.embedding import SECONDS, Embedded, FeatureTokens
 from gem_core.model.flops import FlopCount, ModelFlops, attention_pairs, block_flops, entry_flops
 from gem_core.model.heads import TaskHeads
@@ -30,6 +31,8 @@ TEN_YEARS = 315_576_000
 
 class SasRecTower(nn.Module):
     """SASRec (arXiv 1808.09781): causal self-attention over the events. A part of the models that it is a base of."""
+
+    table_set: TableSet
 
     def make_tower(self, c: SasRecConfig, name: str, features: Features, event: EventConfig, pooling: PoolingConfig) -> None:
         """Create the modules; ``pooling`` with a candidate query also makes the candidate's token."""
@@ -54,6 +57,7 @@ class SasRecTower(nn.Module):
         """FLOPs of `encode` for histories of ``lengths [B]``."""
         rows = entry_flops(count, self.entry, lengths, batch_size, 0)
         for block in self.layers:
+            assert isinstance(block, SequenceBlock)
             block_flops(count, block, self.tower, rows, lengths, batch_size, 0)
 
 
@@ -163,6 +167,8 @@ class HstuTower(nn.Module):
 
     :raises ConfigError: a time bias for a history without times.
     """
+
+    table_set: TableSet
 
     def make_tower(self, c: HstuConfig, name: str, features: Features, event: EventConfig, *, ranks: bool) -> None:
         """Create the modules."""

@@ -87,7 +87,7 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
     p = config.parallel
     # A file that was written for many processes also runs in one, where every degree is 1.
     degrees = (p.replicate, p.shard, p.expert, p.model, p.replica) if runtime.world > 1 else ()
-    mesh = Mesh(runtime.world, *degrees, rank=runtime.rank)
+    mesh = Mesh(runtime.world, *degrees, rank=runtime.rank)  # type: ignore[misc]
     torch.manual_seed(config.run.seed)
     with torch.device(runtime.device):
         with deferred_tables():

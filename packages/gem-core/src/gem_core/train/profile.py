@@ -172,7 +172,7 @@ def text(summary: Mapping[str, Any]) -> str:
 
 def events_of(recorded: profile) -> list[Event]:
     """Events of a finished profile."""
-    cuda = torch.autograd.DeviceType.CUDA
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     return [
         Event(e.name, e.time_range.start, e.time_range.end, e.device_type == cuda, e.self_cpu_time_total)
         for e in recorded.events() or ()

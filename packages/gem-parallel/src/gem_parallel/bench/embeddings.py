@@ -437,7 +437,7 @@ def overlap(bench: Bench, schedule: str, layers: int, by: str) -> dict[str, Any]
     with waits_marked(bench) as marks:
         bench.timed(step, a.steps, a.warmup)
     waiting = bench.slowest(sum(bench.between(*pair) for pair in marks) / (a.steps + a.warmup))
-    left_out = {"without exchange ms": EXCHANGE}
+    left_out: dict[str, tuple[tuple[type, str], ...]] = {"without exchange ms": EXCHANGE}
     if name == "copy-engine":
         left_out |= {"without sums ms": (SUMS,), "without own copies ms": (OWN_COPIES,), "without both ms": (SUMS, OWN_COPIES)}
     partly = {}

@@ -116,8 +116,8 @@ def run(bench: Bench, steps: int, warmup: int, rounds: int, say: Any, until: flo
     bench.apply(modules_of(layers, [sets[-1]] * len(layers)))
     again = bench.gradients()
     off = {
-        name: max((float((a[k] - b[k]).abs().max() / a[k].abs().max().clamp(min=1e-30)) for k in a), default=0.0)
-        for name, a, b in (("repeated", *plain), ("recomputed", plain[0], again))
+        name: max((float((plain[0][k] - other[k]).abs().max() / g.abs().max().clamp(min=1e-30)) for k, g in plain[0].items()), default=0.0)
+        for name, other in (("repeated", plain[1]), ("recomputed", again))
     }
     same = plain[0].keys() == again.keys()
     say(f"gradients: {off['repeated']:.2e} off when nothing changes, {off['recomputed']:.2e} with all regions recomputed")

@@ -209,9 +209,10 @@ def _pass(mode: FakeTensorMode, model: nn.Module, names: list[str], batch: Batch
         hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         hooks.append(module.register_forward_hook(lambda *_: place.__setitem__(index, after)))
 
-    if isinstance(getattr(model, _TABLES, None), nn.Module):
-        hooks.append(model.tables.register_forward_pre_hook(lambda *_: place.__setitem__(1, _TABLES)))
-        hooks.append(model.tables.register_forward_hook(lambda *_: place.__setitem__(1, "")))
+    tables = getattr(model, _TABLES, None)
+    if isinstance(tables, nn.Module):
+        hooks.append(tables.register_forward_pre_hook(lambda *_: place.__setitem__(1, _TABLES)))
+        hooks.append(tables.register_forward_hook(lambda *_: place.__setitem__(1, "")))
     if names:
         stack: Any = model.layers
         for unit, layer in zip(names, stack):

@@ -97,9 +97,9 @@ def quantise_rates(columns: int = 1024, tiles: Mapping[str, list[dict[str, Any]]
     }
     tiles = tiles or {"rows": [TILES["gluon_rows"]], "both": [TILES["gluon_both_mx"]]}
     for tile in tiles["rows"]:
-        variants[f"one direction {tile}"] = lambda tile=tile: quantize_matrix(x, operand, tile=tile)
+        variants[f"one direction {tile}"] = partial(quantize_matrix, x, operand, tile=tile)
     for tile in tiles["both"]:
-        variants[f"both {tile}"] = lambda tile=tile: quantize_matrix(x, operand, operand, tile=tile)
+        variants[f"both {tile}"] = partial(quantize_matrix, x, operand, operand, tile=tile)
     size = x.numel()
     moved = {"copy": 4 * size, "torch.compile": size * (2 + 33 / 32), "one": size * (2 + 33 / 32), "both": size * (2 + 66 / 32)}
     times = interleaved(variants)
@@ -140,7 +140,7 @@ def linear_speed(
         for name, net in nets.items():
             forward = _behind(step, x, net)
 
-            def both(forward=forward, net=net) -> tuple[Tensor, ...]:
+            def both(forward: Callable[[], Tensor] = forward, net: Any = net) -> tuple[Tensor, ...]:
                 y = forward()
                 return (y, *torch.autograd.grad(y, (x, net.weight), g))
 

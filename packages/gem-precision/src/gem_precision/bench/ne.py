@@ -190,6 +190,7 @@ def held_out(folder: Path, split: str) -> Held:
         )  # fmt: skip
         for fed in Feed(source, rt.device):
             host = fed.host
+            assert host.labels is not None
             kept = slice(None) if host.label_mask is None else host.label_mask[:, 0]
             logits = parts.module(fed.batch).logits[:, 0].float().cpu()
             found.append((logits[kept], host.labels[:, 0].float()[kept], None if group is None else group_key(host, group)[kept]))
@@ -337,16 +338,9 @@ def markdown(results: Sequence[Parity], header: Mapping[str, str]) -> str:
     """A table of ``results``; differences in percent."""
     lines = ["# NE parity", "", f"`{header['command']}`", "", f"{header['device']}, torch {header['torch']}, {header['date']}", ""]
     columns = (
-        "recipe",
-        "NE ratio - 1",
-        "95 % interval",
-        "by seed",
-        "NE of bf16 by seed",
-        "AUC ratio - 1",
-        "95 % interval",
-        "AUC of bf16 by seed",
-    )
-    columns += ("rows (groups)", "guard decisions")
+        "recipe", "NE ratio - 1", "95 % interval", "by seed", "NE of bf16 by seed", "AUC ratio - 1", "95 % interval",
+        "AUC of bf16 by seed", "rows (groups)", "guard decisions",
+    )  # fmt: skip
     lines += [f"| {' | '.join(columns)} |"]
     lines += ["|" + "---|" * len(columns)]
     for r in results:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,7 +16,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     group = _group(bits)
     n = codes.shape[-1]
     codes = F.pad(codes, (0, -n % group)).unflatten(-1, (-1, group)).to(torch.int32)
-    word = sum(codes[..., i] << (bits * i) for i in range(group))
+    word = reduce(torch.bitwise_or, (codes[..., i] << (bits * i) for i in range(group)))
     count = group * bits // 8
     packed = torch.stack([(word >> (8 * i)) & 0xFF for i in range(count)], dim=-1).to(torch.uint8).flatten(-2)
     return packed[..., : (n * bits + 7) // 8].contiguous()

@@ -14,13 +14,14 @@ from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import Features, config_from_dict, resolve
 from gem_core.errors import ConfigError, RunError
 from gem_core.jagged import Jagged, lengths_to_offsets
+from gem_core.model.layers import side_by_side
 from gem_core.model.loss import task_loss
 from gem_core.model.retrieval import next_items
 from gem_core.plugins import manager
 from gem_core.train import captured as train_captured
 from gem_core.train import step as train_step
 from gem_core.train.build import build_parts
-from gem_core.train.captured import MOST, Captured, FixedBatch, Room, check_capture, give_back, recorded
+from gem_core.train.captured import MOST, Captured, FixedBatch, FixedRows, Room, check_capture, give_back, recorded
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter, peak
 from gem_core.train.runtime import Runtime
@@ -399,13 +400,37 @@ def trained(batches, monkeypatch, *, cut: bool, name: str = "gem", watched=None,
 @pytest.mark.parametrize("ok", [True, False])
 def test_gradients_of_look_ups_are_zeros_in_a_step_that_does_not_count(ok):
     rows = {"a": torch.randn(3, 2, requires_grad=True), "b": torch.randn(4, 2).bfloat16().requires_grad_(), "c": torch.randn(1, 2)}
-    looked_up = {"a": rows["a"] * 1, "b": (rows["b"] * 1, torch.tensor([0, 4])), "c": rows["c"]}
-    gradients = {"a": torch.tensor([[1.0, -2.0], [float("nan"), 3.0], [float("inf"), -0.0], [9.0, 9.0]]), "b": torch.ones(4, 2).bfloat16()}
-    expected = {key: g[: rows[key].shape[0]].clone() if ok else torch.zeros_like(rows[key]) for key, g in gradients.items()}
-    give_back(looked_up, gradients | {"c": torch.ones(1, 2)}, torch.tensor(ok))
+    rows["d"] = torch.randn(4, 3).bfloat16().requires_grad_()
+    looked_up = {"a": rows["a"] * 1, **{key: (rows[key] * 1, torch.tensor([0, 4])) for key in "bd"}, "c": rows["c"]}
+    odd = torch.tensor([[1.0, -2.0], [float("nan"), 3.0], [float("inf"), -0.0], [9.0, 9.0]])
+    beside = torch.arange(25.0).view(5, 5).bfloat16()
+    expected = {"a": odd[:3].clone(), "b": beside[:4, :2].clone(), "d": beside[:4, 2:].clone()}
+    give_back(looked_up, {("a",): odd, ("b", "d"): beside, ("c",): torch.ones(1, 2)}, torch.tensor(ok))
     for key, grad in expected.items():
-        torch.testing.assert_close(rows[key].grad, grad, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(rows[key].grad, grad if ok else torch.zeros_like(grad), rtol=0, atol=0, equal_nan=True)
     assert rows["c"].grad is None
+
+
+def test_fields_of_events_lie_side_by_side():
+    """A model that reads them one after another reads one tensor, and its gradient is not cut and copied; one that reads them by
+    themselves gets theirs."""
+    offsets, room = torch.tensor([0, 2, 3]), Room(2, {"h": 5}, {})
+    like = {"sparse.s": torch.ones(2, 4, requires_grad=True)}
+    like |= {f"sequences.h.fields.{f}": (torch.full((3, n), float(n), requires_grad=True), offsets) for f, n in (("x", 2), ("y", 3))}
+    rows = FixedRows(like, room, {})
+    rows.fill(like)
+    found = rows.embedded()
+    x, y = (found[f"sequences.h.fields.{f}"][0] for f in "xy")
+    assert torch.equal(found["sparse.s"], like["sparse.s"])
+    assert torch.equal(found["sequences.h.fields.x"][1], offsets)
+    joined = side_by_side([x, y])
+    assert joined.is_leaf
+    assert torch.equal(joined[:3], torch.cat([torch.full((3, 2), 2.0), torch.full((3, 3), 3.0)], 1))
+    assert not side_by_side([y, x]).is_leaf
+    (joined.sum() + 2 * y.sum()).backward()
+    keys = ("sequences.h.fields.x", "sequences.h.fields.y")
+    assert torch.equal(rows.take_gradients()[keys], torch.tensor([1.0, 1.0, 3.0, 3.0, 3.0]).expand(5, 5))
+    assert not rows.take_gradients()
 
 
 @pytest.mark.parametrize("name", ["gem", "sasrec", "hstu"])
@@ -424,7 +449,7 @@ def test_a_step_cut_at_the_look_ups_is_the_step(name, monkeypatch):
     for parameter, value in wanted.items():
         torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=2e-5, msg=lambda m, name=parameter: f"{name}: {m}")
     assert len(rooms) > 2
-    assert all(room.rows.leaves["sequences.history.fields.item"][0].shape[0] > 13 for room in rooms)
+    assert all(room.rows.embedded()["sequences.history.fields.item"][0].shape[0] > 13 for room in rooms)
 
 
 def test_a_cut_step_waits_for_nothing(monkeypatch):

@@ -23,6 +23,7 @@ from gem_core.train.runtime import runtime
 from gem_parallel.sparse import need as needs
 from gem_parallel.sparse import place, specs
 from gem_parallel.sparse.config import Gem2dConfig, SparseConfig, TableOptions
+from gem_parallel.sparse.exchange import _one_after_another
 from gem_parallel.sparse.layout import arrange
 from gem_parallel.sparse.rowwise import Reads, rounded, segment_sum
 from gem_parallel.sparse.simulate import look_up, random_group, toy_loss, toy_tables
@@ -325,3 +326,10 @@ def test_the_plan_is_told():
     assert "kernel torch" in text
     assert "  c: whole on model rank 0, 64 rows a replica" in text
     assert "not pipelined" in text
+
+
+def test_pieces_one_after_another() -> None:
+    """Whole tensors, columns of wider ones, empty ones, in any order."""
+    wide, other = torch.arange(20.0).view(4, 5), torch.arange(6.0).view(3, 2)
+    for pieces in ([other, wide[:, :2], wide[:, 2:], wide[0], other[:0]], [wide[:, 1:3]], [other[:0], wide], [wide[:0, 1:3], other]):
+        assert torch.equal(_one_after_another(pieces), torch.cat([p.flatten() for p in pieces]))

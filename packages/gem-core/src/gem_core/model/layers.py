@@ -21,8 +21,11 @@ from gem_core.ops.add_linear import AddLinear
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """``[N, sum of n, ...]`` of tensors ``[N, n, ...]``; a single one is left as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
+    """``[N, sum of n, ...]`` of tensors ``[N, n, ...]``; a single one is left as it is, and so is one whose columns they all are."""
+    if len(parts) == 1:
+        return parts[0]
+    known = siblings.whole(parts)
+    return torch.cat(tuple(parts), 1) if known is None else known
 
 
 class Norm(nn.Module):

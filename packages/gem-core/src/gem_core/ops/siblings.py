@@ -121,6 +121,34 @@ def leave_softmax_sums(grads: Sequence[Tensor], dout: Tensor, scale: float = 1.0
     leave_sums(grads, torch.cat([own, torch.zeros_like(own), known if scale == 1 else scale * known]))
 
 
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.columns_of, ctx.widths = x, widths
+        return x.split(list(widths), 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        rows, some = ctx.columns_of.shape[0], next(g for g in grads if g is not None)
+        return torch.cat([some.new_zeros(rows, n) if g is None else g for g, n in zip(grads, ctx.widths)], 1), None
+
+
+def columns(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """``x.split(widths, 1)`` of ``x [N, C]``, which `whole` puts together again for nothing, in the backward pass too."""
+    return _Columns.apply(x, widths)  # type: ignore[no-any-return]
+
+
+def whole(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that `columns` cut into ``parts``, all of them in order; None where they are not that."""
+    if torch.compiler.is_compiling():
+        return None
+    node: Any = parts[0].grad_fn
+    x: Tensor | None = getattr(node, "columns_of", None)
+    if x is None or len(node.widths) != len(parts):
+        return None
+    return x if all(p.grad_fn is node and p.output_nr == i for i, p in enumerate(parts)) else None
+
+
 class _Flat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

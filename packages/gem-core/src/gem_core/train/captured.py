@@ -34,6 +34,7 @@ from gem_core.jagged import Jagged
 from gem_core.model.base import RankingModel
 from gem_core.model.embedding import Embedded
 from gem_core.model.tables import LocalTables
+from gem_core.ops import siblings
 from gem_core.ops.remember import recording
 from gem_core.train.build import Parts
 from gem_core.train.runtime import Runtime
@@ -205,52 +206,77 @@ _PLAIN = ("dense", "labels", "label_mask", "weights", "num_targets", "timestamps
 
 class FixedRows:
     """What tables gave for a batch (``like``: by look-up pooled rows, or rows and offsets), in tensors that stay where they are, with the
-    slack of ``room``. `leaves` are leaves of the backward pass of what comes after.
+    slack of ``room``. These are leaves of the backward pass of what comes after; the fields of a history's events are columns of one.
 
-    :param memory: by look-up, rows that all rooms share, since one batch is in one room at a time.
+    :param memory: rows that all rooms share, since one batch is in one room at a time.
     """
 
     def __init__(self, like: Embedded, room: Room, memory: dict[str, Tensor]) -> None:
-        self.leaves: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
-        self._rows: dict[str, Tensor] = {}
+        self._offsets: dict[str, Tensor] = {}
+        self._leaves: dict[tuple[str, ...], Tensor] = {}
+        self._widths: dict[tuple[str, ...], list[int]] = {}
+        together: dict[str, list[tuple[str, Tensor]]] = {}
         for key, value in like.items():
             rows, offsets = value if isinstance(value, tuple) else (value, None)
-            count = rows.shape[0] if offsets is None else room.events[key.split(".")[1]]
-            if key not in memory or memory[key].shape[0] < count:
-                memory[key] = _zeros(rows, count if offsets is None else count + count // 8)  # later rooms may be a little larger
-            leaf = self._rows[key] = memory[key][:count].detach().requires_grad_(rows.requires_grad)
-            self.leaves[key] = leaf if offsets is None else (leaf, torch.zeros_like(offsets))
+            name = key
+            if offsets is not None:
+                self._offsets[key] = torch.zeros_like(offsets)
+                name = f"{key.split('.')[1]}, {rows.dtype}, {rows.requires_grad}, events"
+            together.setdefault(name, []).append((key, rows))
+        for name, members in together.items():
+            keys, (first, rows) = tuple(key for key, _ in members), members[0]
+            events = first in self._offsets
+            count, widths = room.events[first.split(".")[1]] if events else rows.shape[0], [r.shape[1] for _, r in members]
+            if name not in memory or memory[name].shape[0] < count:
+                later = count // 8 if events else 0  # later rooms may be a little larger
+                memory[name] = rows.new_zeros(count + later, sum(widths))
+            self._leaves[keys] = memory[name][:count].detach().requires_grad_(rows.requires_grad)
+            self._widths[keys] = widths
+
+    def embedded(self) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        """What the tables gave, for a forward pass."""
+        found: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+        for keys, leaf in self._leaves.items():
+            parts = siblings.columns(leaf, self._widths[keys]) if len(keys) > 1 else (leaf,)
+            found |= {key: (part, self._offsets[key]) if key in self._offsets else part for key, part in zip(keys, parts)}
+        return found
 
     @torch.no_grad()
     def fill(self, looked_up: Embedded) -> None:
         """Take the rows of a batch that fits. What slack holds are rows of batches before, or zeros."""
-        own, given = [], []
-        for key, value in looked_up.items():
-            rows, offsets = value if isinstance(value, tuple) else (value, None)
-            own.append(self._rows[key].detach()[: rows.shape[0]])
-            given.append(rows.detach())
-            if offsets is not None:
-                own.append(self.leaves[key][1])
-                given.append(offsets)
+        rows = _rows_of(looked_up)
+        own = list(self._offsets.values())
+        given = [looked_up[key][1] for key in self._offsets]
+        for keys, leaf in self._leaves.items():
+            place = leaf.detach()[: rows[keys[0]].shape[0]]
+            if len(keys) > 1 and place.numel():
+                torch.cat([rows[key].detach() for key in keys], 1, out=place)
+            else:
+                own.append(place)
+                given.append(rows[keys[0]].detach())
         _copy(own, given)
 
-    def take_gradients(self) -> dict[str, Tensor]:
-        """By look-up, where there are any, slack included; the leaves are left without."""
+    def take_gradients(self) -> dict[tuple[str, ...], Tensor]:
+        """Of look-ups side by side, where there are any, slack included; the leaves are left without."""
         found = {}
-        for key, leaf in self._rows.items():
+        for keys, leaf in self._leaves.items():
             if leaf.grad is not None:
-                found[key], leaf.grad = leaf.grad, None
+                found[keys], leaf.grad = leaf.grad, None
         return found
 
 
-def give_back(looked_up: Embedded, gradients: Mapping[str, Tensor], ok: Tensor) -> None:
+def give_back(looked_up: Embedded, gradients: Mapping[tuple[str, ...], Tensor], ok: Tensor) -> None:
     """The tables' backward pass, from gradients of `FixedRows`; where the flag ``ok`` is false they are zeros, whatever they hold."""
-    rows = {key: value[0] if isinstance(value, tuple) else value for key, value in looked_up.items()}
-    reached = [key for key in gradients if rows[key].requires_grad]
+    rows = _rows_of(looked_up)
+    reached = {keys: g[: rows[keys[0]].shape[0]] for keys, g in gradients.items() if rows[keys[0]].requires_grad}
     if reached:
-        own = [gradients[key][: rows[key].shape[0]] for key in reached]
-        _zero_unless(ok, own)
-        torch.autograd.backward([rows[key] for key in reached], own)
+        _zero_unless(ok, list(reached.values()))
+        parts = {key: part for keys, g in reached.items() for key, part in zip(keys, g.split([rows[k].shape[1] for k in keys], 1))}
+        torch.autograd.backward([rows[key] for key in parts], list(parts.values()))
+
+
+def _rows_of(looked_up: Embedded) -> dict[str, Tensor]:
+    return {key: value[0] if isinstance(value, tuple) else value for key, value in looked_up.items()}
 
 
 def _zero_unless(ok: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -368,12 +394,12 @@ class Recorded:
         graph.replay()
         return result  # type: ignore[no-any-return]
 
-    def look_up(self, looked_up: Embedded) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]:
+    def look_up(self, looked_up: Embedded) -> FixedRows:
         """What the tables gave, in this room."""
         if self.rows is None:
             self.rows = FixedRows(looked_up, self.fixed.room, self.memory)
         self.rows.fill(looked_up)
-        return self.rows.leaves
+        return self.rows
 
     def forget(self, state: Hashable) -> None:
         """What was recorded is of no use: steps compute ``state`` now."""

@@ -25,7 +25,7 @@ from gem_core.model.loss import task_loss
 from gem_core.model.tables import LocalTables, sparse_group
 from gem_core.ops.adamw import implementation
 from gem_core.train.build import Parts
-from gem_core.train.captured import Captured, Recorded, check_capture, cuts, give_back, reads_what_the_batch_says
+from gem_core.train.captured import Captured, FixedRows, Recorded, check_capture, cuts, give_back, reads_what_the_batch_says
 from gem_core.train.feed import Fed
 from gem_core.train.measure import Meter
 from gem_core.train.optim import DenseAdamW, RowwiseAdagrad
@@ -198,11 +198,11 @@ class TrainStep:
         if tables is not None:
             ahead = self._ahead is not None and self._ahead[0] is fed
             looked_up = tables(self._ahead[1] if ahead else sparse_group(fed.batch, tables.table_set.lookups))  # type: ignore[index]
-        leaves = room.look_up(looked_up)
+        rows = room.look_up(looked_up)
         # Before the dense part, which the exchange of the next ids would wait for otherwise.
         self._look_ahead(following)
         runtime.all_reduce(room.totals)
-        own, gradients, before = room.part("dense", lambda: self._dense_part(room, leaves))
+        own, gradients, before = room.part("dense", lambda: self._dense_part(room, rows))
         if self._shared is not None:
             self._shared.begin()  # before other exchanges, which a communicator would do first and which wait for all of the dense part
         numbers = runtime.all_reduce(own)
@@ -217,15 +217,14 @@ class TrainStep:
             self._shared.finish()
         return room.part("update", lambda: self._cut_update(numbers, before, room.totals))
 
-    def _dense_part(self, room: Recorded, leaves: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        """This process's loss and whether it is not finite ``[2]`` fp64, gradients of ``leaves``, and buffers as they were."""
+    def _dense_part(self, room: Recorded, rows: FixedRows) -> tuple[Tensor, dict[tuple[str, ...], Tensor], list[Tensor]]:
+        """This process's loss and whether it is not finite ``[2]`` fp64, gradients of ``rows``, and buffers as they were."""
         before = self._kept_buffers()
-        loss = self._loss(self.parts.model(room.fixed.batch, leaves), room.fixed.batch)
+        loss = self._loss(self.parts.model(room.fixed.batch, rows.embedded()), room.fixed.batch)
         (loss * _scale(room.totals[0], self.runtime.world)).backward()  # type: ignore[no-untyped-call]
         if self._shared is not None:
             self._shared.take()
-        assert room.rows is not None
-        return _told(loss), room.rows.take_gradients(), before
+        return _told(loss), rows.take_gradients(), before
 
     def _cut_update(self, numbers: Tensor, before: list[Tensor], totals: Tensor) -> Tensor:
         # Averaged gradients are the same everywhere, and so is what follows from them.

@@ -384,12 +384,12 @@ class Routes:
                 scaled[s.key] = g
             piece = g[places[i]] if i in places else g
             assert piece.shape == (rows, dim)
-            pieces.append(piece.reshape(-1))
+            pieces.append(piece)
         dims = [[u.dim for u in units] for units in self.layout.units]
         mine = dims[self.axes.model_rank]
         received = [sum(n * d for n, d in zip(bags, mine)) for bags in reads.bags]
         sent = [sum(n * d for n, d in zip(bags, ds)) for bags, ds in zip(asked.bags, dims)]
-        flat = self.axes.outputs.all_to_all(torch.cat(pieces), received, sent)
+        flat = self.axes.outputs.all_to_all(_one_after_another(pieces), received, sent)
         return by_unit(flat, reads.bags, mine)
 
 
@@ -413,6 +413,23 @@ def _starts(sizes: list[int]) -> list[int]:
     for n in sizes:
         starts.append(starts[-1] + n)
     return starts[:-1]
+
+
+def _one_after_another(pieces: list[Tensor]) -> Tensor:
+    """All values of ``pieces``, not empty; columns of wider tensors are copied once, to where they belong."""
+    flat, at, run = pieces[0].new_empty(sum(p.numel() for p in pieces)), 0, []
+    for i, piece in enumerate(pieces):
+        whole = piece.is_contiguous()
+        if whole:
+            run.append(piece.reshape(-1))
+        if run and (not whole or i + 1 == len(pieces)):
+            size = sum(p.numel() for p in run)
+            torch.cat(run, out=flat[at : at + size])
+            at, run = at + size, []
+        if not whole:
+            flat[at : at + piece.numel()].view(piece.shape).copy_(piece)
+            at += piece.numel()
+    return flat
 
 
 def _joined(flat: Tensor, ranges: list[tuple[int, int]]) -> Tensor:

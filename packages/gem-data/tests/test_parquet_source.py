@@ -132,7 +132,7 @@ def test_conformance(check, folder):
 
 
 @pytest.mark.parametrize(
-    "check", [c for c in source_checks() if "resum" in c.__name__ or "abandoned" in c.__name__], ids=lambda c: c.__name__
+    "check", [c for c in source_checks() if any(w in c.__name__ for w in ("resum", "abandoned", "ahead"))], ids=lambda c: c.__name__
 )
 def test_conformance_with_threads(check, folder):
     check(lambda **how: build(folder, prefetch=3, **how))

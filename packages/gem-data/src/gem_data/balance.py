@@ -188,7 +188,8 @@ class GlobalPlan(Plan):
 
     def _deal(self, step: int) -> list[Ints]:
         """Places along ``spans`` of each rank's samples, ascending."""
-        if step not in self._dealt:
+        found = self._dealt.get(step)  # two threads read a plan
+        if found is None:
             start, stop = self._edge(step), self._edge(step + 1)
             costs = self._costs[start:stop]
             # What does not divide evenly goes to the ranks with the least: cheapest samples last.
@@ -198,10 +199,10 @@ class GlobalPlan(Plan):
             turn = np.argsort([costs[g].sum() for g in groups], kind="stable")
             for rank, sample in zip(turn.tolist(), order[whole:].tolist()):
                 groups[rank] = np.append(groups[rank], sample)
-            if len(self._dealt) > 256:
+            if len(self._dealt) > 1024:
                 self._dealt.clear()
-            self._dealt[step] = [start + np.sort(g) for g in groups]
-        return self._dealt[step]
+            found = self._dealt[step] = [start + np.sort(g) for g in groups]
+        return found
 
 
 class TokenPlan(Plan):

@@ -45,7 +45,7 @@ class Bag:
     """Values that share ``offsets [n+1]``: each ``[N, ...]``, or again a Bag over the N values."""
 
     offsets: Ints
-    values: dict[str, Array | Bag]
+    values: dict[str, Values]
 
     def array(self, key: str) -> Array:
         """Values that are no Bag."""
@@ -63,9 +63,11 @@ class Bag:
         inner = [_values_of(self.offsets, rows) for rows in parts] if nested else []
         at: dict[int, pa.Buffer] = {}
 
-        found: list[dict[str, Array | Bag]] = [{} for _ in parts]
+        found: list[dict[str, Values]] = [{} for _ in parts]
         for key in list(self.values):
             values = self.values.pop(key) if consume else self.values[key]
+            if isinstance(values, list):
+                values = _joined(values)
             if isinstance(values, Bag):
                 copies: Sequence[Array | Bag] = values.split(inner, consume=consume)
             else:
@@ -86,14 +88,19 @@ class Bag:
         return taken, pa.array(rows)
 
     @staticmethod
-    def join(bags: Sequence[Bag]) -> Bag:
+    def join(bags: Sequence[Bag], *, consume: bool = False) -> Bag:
+        """The rows of all bags; ``consume``: values stay apart until they are split, the bags are spent."""
         ends = np.cumsum([b.offsets[-1] for b in bags])
         offsets = [bags[0].offsets, *(b.offsets[1:] + end for b, end in zip(bags[1:], ends))]
-        joined: dict[str, Array | Bag] = {}
-        for key, first in bags[0].values.items():
-            parts: Any = [b.values[key] for b in bags]
-            joined[key] = Bag.join(parts) if isinstance(first, Bag) else np.concatenate(parts)
+        joined: dict[str, Values] = {}
+        for key, first in list(bags[0].values.items()):
+            parts: Any = [b.values.pop(key) if consume else b.values[key] for b in bags]
+            joined[key] = Bag.join(parts, consume=consume) if isinstance(first, Bag) else parts if consume else np.concatenate(parts)
         return Bag(np.concatenate(offsets), joined)
+
+
+Values = Array | Bag | list[Array]
+"""What a key of a `Bag` holds; a list: arrays that `Bag.split` puts together when their turn comes."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +146,13 @@ class Block:
         return np.sum(lengths, axis=0) if lengths else np.zeros(self.size, dtype=np.int64)
 
     @staticmethod
-    def join(blocks: Sequence[Block]) -> Block:
-        """The rows of all blocks, one after another."""
+    def deal(blocks: Sequence[Block], parts: Sequence[Rows], *, drop: bool) -> list[Block]:
+        """`split` of the rows of all blocks, one after another; beside what comes out, one column is held. The blocks are spent."""
+        return Block.join(blocks, consume=True).split(parts, drop=drop, consume=True)
+
+    @staticmethod
+    def join(blocks: Sequence[Block], *, consume: bool = False) -> Block:
+        """The rows of all blocks, one after another; ``consume`` as for `Bag.join`."""
         if len(blocks) == 1:
             return blocks[0]
         first = blocks[0]
@@ -150,7 +162,7 @@ class Block:
         return Block(
             sum(b.size for b in blocks),
             {k: np.concatenate([b.fixed[k] for b in blocks]) for k in first.fixed},
-            {k: Bag.join([b.bags[k] for b in blocks]) for k in first.bags},
+            {k: Bag.join([b.bags[k] for b in blocks], consume=consume) for k in first.bags},
             good,
         )
 
@@ -226,6 +238,23 @@ class Block:
         return SequenceGroup(torch.from_numpy(bag.offsets), values, times, spec.max_length)
 
 
+def _joined(pieces: list[Array]) -> Array:
+    """The pieces one after another, in memory that Arrow's allocator keeps for the next column; each goes when it is copied."""
+    kind, shape = np.result_type(*pieces), pieces[0].shape[1:]
+    n = sum(len(piece) for piece in pieces)
+    size = n * math.prod(shape) * kind.itemsize
+    if kind.hasobject or not size:
+        return np.concatenate(pieces)
+    whole = np.frombuffer(pa.allocate_buffer(size), dtype=kind).reshape(n, *shape)
+    pieces.reverse()
+    at = 0
+    while pieces:
+        piece = pieces.pop()
+        whole[at : at + len(piece)] = piece
+        at += len(piece)
+    return whole
+
+
 def _values_of(offsets: Ints, rows: Rows) -> Rows:
     """Which values the rows hold."""
     if isinstance(rows, slice):
@@ -270,7 +299,7 @@ def _rows(values: Array, rows: Rows) -> Array:
     return values[rows].copy() if isinstance(rows, slice) else values.take(rows, axis=0)
 
 
-def _tensor(value: Array | Bag) -> Any:
+def _tensor(value: Values) -> Any:
     if isinstance(value, Bag):
         return Jagged(torch.from_numpy(value.array("ids")), torch.from_numpy(value.offsets))
     return torch.from_numpy(value)

@@ -15,7 +15,7 @@ from gem_core.sources.fitted import load_fitted
 from gem_core.sources.hashing import salt_of
 from gem_data import arrow, values
 from gem_data.arrow import Ints
-from gem_data.block import TIMES, Array, Bag, Block
+from gem_data.block import TIMES, Array, Bag, Block, Values
 from gem_data.columns import Chunk, locate
 from gem_data.files import DataFile
 from gem_data.values import Site, Way, vocabulary
@@ -157,7 +157,7 @@ class Decoder:
             parts[spec.weights] = weights.values
         offsets, keep = _newest(found.offsets, 0, spec.max_length)
         site = Site(chunk, column, path, (offsets,))
-        bag: dict[str, Array | Bag] = {"ids": values.ids(site, _kept(parts[column], keep), spec, way)}
+        bag: dict[str, Values] = {"ids": values.ids(site, _kept(parts[column], keep), spec, way)}
         if spec.weights is not None:
             at = Site(chunk, spec.weights, path, (offsets,))
             bag["weights"] = _usable_weights(at, *at.read(arrow.floats, _kept(parts[spec.weights], keep)))
@@ -173,7 +173,7 @@ class Decoder:
         if times is not None and spec.order != "trust":
             order = self._order(chunk, spec, path, offsets, times)
         newest, last = _newest(offsets, 0, spec.max_length)
-        bag: dict[str, Array | Bag] = {}
+        bag: dict[str, Values] = {}
         gaps: dict[str, Ints] = {}
         if times is not None:
             times = times if order is None else times[order]

@@ -352,7 +352,7 @@ def _binary_where(c: Column, first: Column) -> bool:
     ):
         return False
     clicked = pc.equal(first.sample.cast(pa.float64()), 1.0) if first.kind != "bool" else first.sample
-    return c.sample.filter(clicked).null_count == 0
+    return bool(c.sample.filter(clicked).null_count == 0)
 
 
 def _unlike(c: Column) -> str:

@@ -3,21 +3,18 @@
 An epoch's order: row groups (in the order of their files, or shuffled) are gathered into windows of at least ``window`` rows; a shuffled
 epoch also shuffles the rows within each window. Ranks read contiguous shares of that order (`gem_core.sources.order`), so a rank decodes
 its own row groups and, at the two ends of its share, one that it shares with a neighbour. Less than two windows are in memory at a time,
-whatever the number of rows.
+whatever the number of rows (`gem_data.stream`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from itertools import groupby, tee
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
@@ -28,18 +25,11 @@ from gem_core.errors import ConfigError, DataError
 from gem_core.sources.order import Cursor, Plan, Span
 from gem_data.arrow import Ints
 from gem_data.balance import Balanced, Batching, Fixed, Global, GlobalPlan, TokenPlan, Tokens
-from gem_data.block import Block, Rows
 from gem_data.columns import Chunk, locate
 from gem_data.files import Path, Reader, find_files
-from gem_data.prefetch import Ahead
 from gem_data.rows import RowReader
-from gem_data.units import Epochs, Unit, Window, holding
-from gem_data.workers import Workers
-
-Decoded = tuple[Window, Block, Ints | None]
-"""A window, its rows, and their order in the epoch (None: as they are)."""
-_RELEASE_EVERY = 3
-"""Windows after which Arrow's allocator gives back what it holds unused."""
+from gem_data.stream import Course, Stream, sizes
+from gem_data.units import Epochs, Unit, holding
 
 
 class ParquetSource(IterableDataset[Batch]):
@@ -95,6 +85,9 @@ class ParquetSource(IterableDataset[Batch]):
         total = sum(unit.rows for unit in self._epochs.units)
         if not total:
             raise self._nothing()
+        self.following: int | None = 0
+        """Iterations that will come after the one that begins next; see `gem_core.sources.contract.Source`."""
+        self._stream: Stream | None = None
         self._is_part = False
         self._known_events: dict[tuple[str, int], NDArray[np.int32]] = {}
         self._check_batching(batch_size)
@@ -133,19 +126,38 @@ class ParquetSource(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         self._as_loader_worker()
-        epoch, plan, first = self._cursor.begin()
-        batches = self._batches(epoch, plan, first)
-        ahead = Ahead(lambda: batches, self._prefetch, "gem-data batches") if self._prefetch else None
+        stream, self._stream = self._stream, None
+        first = 0
         try:
-            for batch in ahead or batches:
+            # The stream that read ahead in the last iteration, if there is one and it has more.
+            begun = None if stream is None else next(stream, None)
+            if begun is not None:
+                plan = begun[0]
+                self._cursor.begin(plan)
+            else:
+                if stream is not None:
+                    stream.close()
+                epoch, plan, first = self._cursor.begin()
+                stream = self._start(epoch, plan, first)
+            for _ in range(first, plan.steps):
+                assert stream is not None
+                _, batch = next(stream) if begun is None else begun
+                begun = None
                 self._cursor.advance()
                 yield batch
+                del batch
             self._cursor.finish()
+            if self.following != 0:
+                stream, self._stream = None, stream
         finally:
-            if ahead is not None:
-                ahead.close()
-            else:
-                batches.close()
+            if stream is not None:
+                stream.close()
+
+    def close(self) -> None:
+        """End what reads ahead into the next iteration; it begins anew then."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._identity, **self._cursor.state_dict()}
@@ -157,8 +169,24 @@ class ParquetSource(IterableDataset[Batch]):
                     f"the stored position belongs to another reading: {key} was {state[key]!r}, now it is {now!r}",
                     fix="resume with the files and options of the stored run, or start a new run",
                 )
+        self.close()
         self._as_loader_worker()
         self._cursor.load_state_dict(state)
+
+    def _start(self, epoch: int, plan: Plan, first: int) -> Stream:
+        last = None if self.following is None else epoch + self.following
+        how: Any = {"prefetch": self._prefetch, "workers": self._workers}
+        return Stream(self._rows, self._epochs, self.batching, self._courses(epoch, plan, first, last), **how)
+
+    def _courses(self, epoch: int, plan: Plan, first: int, last: int | None) -> Iterator[Course]:
+        """This epoch and those that follow it, up to ``last``."""
+        rank, together = self._cursor.rank, self.batching.steps
+        while plan.steps > first:
+            yield Course(epoch, plan, rank, first, together)
+            epoch, first = epoch + 1, 0
+            if last is not None and epoch > last:
+                return
+            plan = self._cursor.whole(epoch)
 
     def _as_loader_worker(self) -> None:
         """In a worker of a torch DataLoader: take this worker's part of the rank's part."""
@@ -244,72 +272,13 @@ class ParquetSource(IterableDataset[Batch]):
                 fix="change batch_size or base",
             )
 
-    # --- reading ------------------------------------------------------------------------------------------------------------------
-
-    def _batches(self, epoch: int, plan: Plan, first: int) -> Generator[Batch, None, None]:
-        # An arranged group of steps is made from its first step on, also where the run goes on in its middle.
-        begin = first // self.batching.steps * self.batching.steps
-        windows = holding(self._epochs.windows(epoch), plan.touched(self._cursor.rank, begin))
-        make = self._decoded(windows, epoch)
-        ahead = Ahead(lambda: make, 1, "gem-data row groups", manual=True) if self._prefetch else None
-        collect = _Collector(iter(ahead) if ahead else make, self.batching.steps == 1, ahead.more if ahead else lambda: None)
-        arranged = self.batching.steps > 1
-        blocks = self._arranged_blocks(collect, plan, begin, first) if arranged else self._blocks(collect, plan, first)
-        try:
-            for block in blocks:
-                yield block.to_batch(self.features)
-        finally:
-            if ahead is not None:
-                ahead.close()
-            else:
-                make.close()
-
-    def _decoded(self, windows: list[Window], epoch: int) -> Generator[Decoded, None, None]:
-        if self._workers:
-            workers = Workers(self._rows, self._workers)
-            try:
-                for window, block in workers.windows(windows):
-                    yield window, block, self._epochs.order(epoch, window, block.fixed.get("request"))
-                    del block
-            finally:
-                workers.close()
-            return
-        with closing(Reader()) as reader:
-            for window in windows:
-                block = self._rows.window(window, reader)
-                yield window, block, self._epochs.order(epoch, window, block.fixed.get("request"))
-                del block
-
-    def _blocks(self, collect: _Collector, plan: Plan, first: int) -> Iterator[Block]:
-        """The rows of each step."""
-        steps = range(first, plan.steps)
-        for parts in collect(plan.read(self._cursor.rank, step) for step in steps):
-            yield Block.join(parts or [self._empty()])
-
-    def _arranged_blocks(self, collect: _Collector, plan: Plan, begin: int, first: int) -> Iterator[Block]:
-        """The rows of each step from ``first`` on, groups of steps arranged by length."""
-        rank = self._cursor.rank
-        groups = [(start, min(start + self.batching.steps, plan.steps)) for start in range(begin, plan.steps, self.batching.steps)]
-        for (start, stop), parts in zip(groups, collect(plan.read(rank, *group) for group in groups)):
-            block = Block.join(parts or [self._empty()])
-            sizes = _sizes(plan, rank, start, stop)
-            order, at = self.batching.arrange(block.events, sizes), 0
-            for step, size in zip(range(start, stop), sizes):
-                if step >= first:
-                    yield block.take(order[at : at + size])
-                at += size
-
-    def _empty(self) -> Block:
-        file = self.files[0]
-        return self._rows.decoder.decode(Chunk(file, 0, file.schema.empty_table(), 0))
-
     # --- lengths without the rest -----------------------------------------------------------------------------------------------------
 
     def _arranged(self, epoch: int, plan: Plan, rank: int, first: int, stop: int) -> Ints:
         """`gem_core.sources.order.Arranged`: what ``rank`` was given in these steps, known from the lengths of its rows."""
         spans = plan.read(rank, first, stop)
         positions = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.zeros(0, dtype=np.int64)
-        return positions[self.batching.arrange(self._events(epoch, spans), _sizes(plan, rank, first, stop))]
+        return positions[self.batching.arrange(self._events(epoch, spans), sizes(plan, rank, first, stop))]
 
     def _costed_plan(self, epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan:
         assert isinstance(self.batching, Tokens | Global)
@@ -343,72 +312,3 @@ class ParquetSource(IterableDataset[Batch]):
                 chunk = self._rows.chunk(unit, reader, self._rows.decoder.length_columns)
             self._known_events[key] = self._rows.decoder.events(chunk).astype(np.int32)
         return self._known_events[key]
-
-
-class _Collector:
-    """Takes the rows of ascending spans out of the decoded windows.
-
-    A window is cut into the parts of all its steps at once, each column going as it is copied, and the next window is asked for (``more``)
-    when three quarters of the parts have been handed out. So much less than two windows are held.
-    """
-
-    def __init__(self, decoded: Iterator[Decoded], drop: bool, more: Callable[[], None]) -> None:
-        self._decoded, self._drop, self._more = decoded, drop, more
-        self._ready: deque[tuple[int, Block]] = deque()
-        self._turn = self._windows = 0
-
-    def __call__(self, steps: Iterable[Sequence[Span]]) -> Iterator[list[Block]]:
-        """The parts of each step's spans."""
-        behind, ahead = tee(steps)
-        coming = _Spans((number, start, stop) for number, own in enumerate(ahead) for start, stop in own)
-        for own in behind:
-            parts, wanted = [], sum(stop - start for start, stop in own)
-            while wanted:
-                while not self._ready:
-                    self._cut(*next(self._decoded), coming)
-                rows, part = self._ready.popleft()
-                if len(self._ready) == self._turn:
-                    # Pages given back must be made again by the system, which costs as much as a tenth of the decoding.
-                    if self._windows % _RELEASE_EVERY == 0:
-                        pa.default_memory_pool().release_unused()
-                    self._more()
-                wanted -= rows
-                parts.append(part)
-            yield parts
-
-    def _cut(self, window: Window, block: Block, order: Ints | None, coming: _Spans) -> None:
-        """Put the part of each step in the window, with its number of rows, into ``_ready``."""
-        rows: list[Rows] = []
-        counts = []
-        for _, spans in groupby(coming.until(window.stop), key=lambda span: span[0]):
-            places = [(start - window.start, end - window.start) for _, start, end in spans]
-            counts.append(sum(high - low for low, high in places))
-            if order is None and len(places) == 1:
-                rows.append(slice(*places[0]))
-            else:
-                picked = np.concatenate([np.arange(low, high) for low, high in places])
-                rows.append(picked if order is None else order[picked])
-        self._windows += 1
-        if not rows:
-            self._more()
-            return
-        self._ready.extend(zip(counts, block.split(rows, drop=self._drop, consume=True)))
-        self._turn = len(rows) // 4
-
-
-class _Spans:
-    """Ascending spans of numbered steps, cut where windows end."""
-
-    def __init__(self, spans: Iterator[tuple[int, int, int]]) -> None:
-        self._spans = spans
-        self._rest = next(spans, None)
-
-    def until(self, end: int) -> Iterator[tuple[int, int, int]]:
-        while self._rest is not None and self._rest[1] < end:
-            number, start, stop = self._rest
-            self._rest = next(self._spans, None) if stop <= end else (number, end, stop)
-            yield number, start, min(stop, end)
-
-
-def _sizes(plan: Plan, rank: int, first: int, stop: int) -> list[int]:
-    return [plan.taken(rank, step + 1) - plan.taken(rank, step) for step in range(first, stop)]

@@ -12,15 +12,15 @@ _END = object()
 
 
 class Ahead(Generic[T]):
-    """Iterates ``make()`` in a thread, at most ``depth`` results ahead of the consumer, counting the one in the making.
+    """Iterates ``make()`` in a thread, at most ``depth`` results ahead of the consumer, counting the one in the making; None: as far as
+    ``make`` lets itself go (see `Room`).
 
-    Room for another one is given back as a result is handed out, or, with ``manual``, when `more` is called.
     An exception in the thread is raised where the result was due. ``close`` stops the thread and waits for it.
     """
 
-    def __init__(self, make: Callable[[], Iterator[T]], depth: int, name: str, *, manual: bool = False) -> None:
-        self._make, self._manual = make, manual
-        self._room = threading.Semaphore(depth)
+    def __init__(self, make: Callable[[], Iterator[T]], depth: int | None, name: str) -> None:
+        self._make = make
+        self._room = None if depth is None else threading.Semaphore(depth)
         self._ready: deque[object] = deque()
         self._filled = threading.Semaphore(0)
         self._stop = False
@@ -36,18 +36,15 @@ class Ahead(Generic[T]):
             if isinstance(item, BaseException):
                 raise item
             # Room is given back as the result is handed out: with a depth of 1 the next one is made while this one is used.
-            if not self._manual:
+            if self._room is not None:
                 self._room.release()
             yield item  # type: ignore[misc]
             del item
 
-    def more(self) -> None:
-        """Room for one more result."""
-        self._room.release()
-
     def close(self) -> None:
         self._stop = True
-        self._room.release()
+        if self._room is not None:
+            self._room.release()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._ready.clear()
@@ -58,7 +55,8 @@ class Ahead(Generic[T]):
         try:
             made = self._make()
             while not self._stop:
-                self._room.acquire()
+                if self._room is not None:
+                    self._room.acquire()
                 if self._stop:
                     return
                 item = next(made, _END)
@@ -77,3 +75,31 @@ class Ahead(Generic[T]):
     def _put(self, item: object) -> None:
         self._ready.append(item)
         self._filled.release()
+
+
+class Room:
+    """How many rows one thread may hold ready for another: at most ``most``."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._held = 0
+        self._open = True
+        self._changed = threading.Condition()
+
+    def enter(self, rows: int) -> bool:
+        """Wait until there is room for ``rows`` more; False once `close` was called."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open or self._held + rows <= self.most)
+            self._held += rows
+            return self._open
+
+    def leave(self, rows: int) -> None:
+        with self._changed:
+            self._held -= rows
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the thread that waits go."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()

@@ -52,11 +52,12 @@ class RowReader:
             table = table.filter(mask)
         return Chunk(file, group, table, unit.rows, kept)
 
-    def window(self, window: Window, reader: Reader) -> Block:
-        """All rows of the window's units, one after another."""
-        return Block.join([self._unit(unit, reader) for unit in window.units])
+    def window(self, window: Window, reader: Reader) -> list[Block]:
+        """The rows of each of the window's units."""
+        return [self.unit(unit, reader) for unit in window.units]
 
-    def _unit(self, unit: Unit, reader: Reader) -> Block:
+    def unit(self, unit: Unit, reader: Reader) -> Block:
+        """The rows of a row group that pass the filters; refused ones are marked and written to the quarantine."""
         chunk = self.chunk(unit, reader)
         block = self.decoder.decode(chunk)
         if chunk.reasons:

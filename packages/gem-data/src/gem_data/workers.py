@@ -2,7 +2,7 @@
 
 Window i is the work of process i modulo n, and a process is at most one window ahead, so what is held is n windows beside the one in use,
 and the order is that of one process. The files' state, features and filters travel once; positions stay with the source: no process knows
-where the epoch stands, so the number of processes is no part of a stored state.
+where an epoch stands, so the number of processes is no part of a stored state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import os
 import pickle
 import signal
 import tempfile
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from itertools import count, islice
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,33 +31,42 @@ from gem_data.units import Window
 
 
 class Workers:
-    """``count`` processes that decode windows with ``rows``."""
+    """``processes`` that decode windows with ``rows``."""
 
-    def __init__(self, rows: RowReader, count: int) -> None:
+    def __init__(self, rows: RowReader, processes: int) -> None:
         context = multiprocessing.get_context("spawn")
-        threads = max(1, pa.cpu_count() // count)
+        threads = max(1, pa.cpu_count() // processes)
         self._rows = rows
         self._held: list[tuple[BaseProcess, Connection]] = []
-        for number in range(count):
+        for number in range(processes):
             ours, theirs = context.Pipe(duplex=True)
             process = context.Process(target=_serve, args=(theirs, rows, threads), name=f"gem-data reader {number}", daemon=True)
             process.start()
             theirs.close()
             self._held.append((process, ours))
 
-    def windows(self, todo: list[Window]) -> Generator[tuple[Window, Block], None, None]:
-        """The windows in order, with their rows.
+    def windows(self, todo: Iterator[Window], enter: Callable[[int], bool]) -> Generator[list[Block], None, None]:
+        """The rows of each window's units, in order. ``enter(rows)`` is called before they are taken over; False: nothing more is wanted.
 
         :raises DataError: what a process met in the files, or that it has died.
         """
-        for i, window in enumerate(todo[: len(self._held)]):
+        sent: deque[Window] = deque()
+        for i, window in enumerate(islice(todo, len(self._held))):
             self._send(i, window)
-        for i, window in enumerate(todo):
-            block = self._received(i, window)
-            if i + len(self._held) < len(todo):
-                self._send(i, todo[i + len(self._held)])
-            yield window, block
-            del block
+            sent.append(window)
+        for i in count():
+            if not sent:
+                return
+            window = sent.popleft()
+            if not enter(window.stop - window.start):
+                return
+            blocks = self._received(i, window)
+            more = next(todo, None)
+            if more is not None:
+                self._send(i, more)
+                sent.append(more)
+            yield blocks
+            del blocks
 
     def close(self) -> None:
         for process, connection in self._held:
@@ -71,7 +82,7 @@ class Workers:
         except OSError as error:
             raise self._died(process, window) from error
 
-    def _received(self, i: int, window: Window) -> Block:
+    def _received(self, i: int, window: Window) -> list[Block]:
         process, connection = self._held[i % len(self._held)]
         try:
             said = connection.recv()
@@ -90,8 +101,8 @@ class Workers:
         for size in sizes:
             buffers.append(view[at : at + size])
             at += size
-        block: Block = pickle.loads(head, buffers=buffers)
-        return block
+        blocks: list[Block] = pickle.loads(head, buffers=buffers)
+        return blocks
 
     @staticmethod
     def _died(process: BaseProcess, window: Window) -> DataError:

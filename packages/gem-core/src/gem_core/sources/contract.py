@@ -22,7 +22,9 @@ class Source(Protocol):
     next one. The state is plain JSON, the same on every rank, and fits another world size or batch size (`order.Cursor` does all this).
     A source may have ``__len__``: the batches of an epoch. It may have ``hashed``: path of a feature below ``features`` -> "integers" or
     "text", what the column of its hashed ids holds (both columns of a cross), since the integer 7 and the text "7" become different ids:
-    the run keeps that, and evaluation, prediction and serving refuse the other.
+    the run keeps that, and evaluation, prediction and serving refuse the other. It may have ``following: int | None``, which the trainer
+    sets before an iteration begins: how many will come after it, None without end; the source may then read ahead into them, and
+    ``close()`` ends that. What it reads ahead changes neither its state nor its batches.
     """
 
     def __iter__(self) -> Iterator[Batch]: ...

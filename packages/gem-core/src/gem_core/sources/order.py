@@ -157,17 +157,21 @@ class Cursor:
     @property
     def steps_per_epoch(self) -> int:
         """Batches that each rank gets in the whole present epoch."""
-        return self.make_plan(self.epoch, self._whole, self.world, self.batch_size, self.drop_last).steps
+        return self.whole(self.epoch).steps
 
-    def begin(self) -> tuple[int, Plan, int]:
-        """(epoch, plan, step to go on from)."""
+    def whole(self, epoch: int) -> Plan:
+        """The plan of an epoch that is read from its first sample on."""
+        return self.make_plan(epoch, self._whole, self.world, self.batch_size, self.drop_last)
+
+    def begin(self, plan: Plan | None = None) -> tuple[int, Plan, int]:
+        """(epoch, plan, step to go on from). ``plan``: `whole` of the epoch that begins, where it was made before."""
         if self._loaded and self._plan is not None:
             self._loaded = False
             return self.epoch, self._plan, self._step
         if self._plan is not None:
             self.epoch += 1
         self._past, self._step, self._loaded = [], 0, False
-        self._plan = self.make_plan(self.epoch, self._whole, self.world, self.batch_size, self.drop_last)
+        self._plan = self.whole(self.epoch) if plan is None else plan
         return self.epoch, self._plan, 0
 
     def advance(self) -> None:

@@ -325,6 +325,60 @@ def a_finished_epoch_resumes_into_the_next(make: Factory) -> None:
 
 
 @_check
+def reading_ahead_changes_nothing(make: Factory) -> None:
+    """A source that reads ahead into ``following`` iterations gives the same batches and states, and resumes from any of them."""
+    if not hasattr(_source(make), "following"):
+        return
+    for shard in ((0, 1), (1, 3)):
+        plain = _source(make, batch_size=4, shard=shard)
+        want = _epochs(plain, [0, 0, 0])
+        n = len(want) // 3
+        told: tuple[list[int | None], ...] = ([2, 1, 0], [None, None, None])
+        for left in told:
+            source = _source(make, batch_size=4, shard=shard)
+            _assert_alike(_epochs(source, left), want)
+            source.close()  # type: ignore[attr-defined]
+        for at in (n - 1, n, n + 1, 2 * n):
+            source = _source(make, batch_size=4, shard=shard)
+            got = _epochs(source, [None, None, None], at)
+            resumed = _source(make, batch_size=4, shard=shard)
+            resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+            source.close()  # type: ignore[attr-defined]
+            # An iteration that goes on at the very end of an epoch is empty.
+            got += _epochs(resumed, [2 - i for i in range(3 - (at - 1) // n)])
+            _assert_alike(got, want)
+    source = _source(make)
+    _epochs(source, [None], 2)
+    assert ids_of(source) == ids_of(list(_source_after(make, 1))), "the epoch after an abandoned one is not the next one"
+    source.close()  # type: ignore[attr-defined]
+
+
+def _source_after(make: Factory, epochs: int) -> Source:
+    source = _source(make)
+    for _ in range(epochs):
+        list(source)
+    return source
+
+
+def _epochs(source: Source, following: list[int | None], count: int | None = None) -> list[tuple[Batch, dict[str, Any]]]:
+    """The first ``count`` batches of some iterations, each with the state after it."""
+    found: list[tuple[Batch, dict[str, Any]]] = []
+    for left in following:
+        source.following = left  # type: ignore[attr-defined]
+        for batch in source:
+            found.append((batch, source.state_dict()))
+            if len(found) == count:
+                return found
+    return found
+
+
+def _assert_alike(got: list[tuple[Batch, dict[str, Any]]], want: list[tuple[Batch, dict[str, Any]]]) -> None:
+    _assert_same([batch for batch, _ in got], [batch for batch, _ in want])
+    for (_, mine), (_, other) in zip(got, want):
+        assert mine == other, f"the state is {mine}, without reading ahead {other}"
+
+
+@_check
 def resuming_with_other_ranks_and_batch_size_loses_nothing(make: Factory) -> None:
     """Resumed on other numbers of ranks and other batch sizes, an epoch still holds every sample once."""
     want = ids_of(_source(make))

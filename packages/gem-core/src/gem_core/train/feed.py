@@ -113,8 +113,17 @@ class Feed:
         return self.flops(host) if self.flops is not None else float(host.tokens or host.size)
 
     def _host(self) -> Iterator[Batch]:
+        try:
+            yield from self._epochs()
+        finally:
+            if hasattr(self.source, "following"):
+                self.source.close()  # type: ignore[attr-defined]
+
+    def _epochs(self) -> Iterator[Batch]:
         while self.epochs is None or self.epoch < self.epochs:
             batches = 0
+            if hasattr(self.source, "following"):
+                self.source.following = None if self.epochs is None else self.epochs - self.epoch - 1
             for host in self.source:
                 batches += 1
                 yield host

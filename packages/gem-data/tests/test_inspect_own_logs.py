@@ -67,6 +67,12 @@ def test_rows_numbers_and_days_are_no_features(tmp_path):
     assert "columns" not in proposed["features"]
 
 
+def test_amounts_in_whole_numbers_are_no_ids(tmp_path):
+    proposed, _ = exported(tmp_path, price=[5 + i % 50 for i in range(N)], slot=[i % 3 for i in range(N)])
+    assert set(proposed["features"]["dense"]) == {"price"}
+    assert "slot" in proposed["features"]["sparse"]
+
+
 def test_a_purchase_missing_at_a_click_is_no_label(tmp_path):
     proposed, _ = exported(tmp_path, purchased=pa.array([None] * (N - 1) + [1], pa.int64()))
     assert set(proposed["features"]["labels"]) == {"ctr"}

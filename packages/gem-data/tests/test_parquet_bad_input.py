@@ -68,7 +68,7 @@ def test_no_paths():
 def test_not_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     path.write_text("x,click\n1,0\n")
-    says(refused(path), "not a Parquet file", path, "convert")
+    says(refused(path), "not a Parquet file", path, "gemrec data import")
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.9, -3, 5])

@@ -17,6 +17,7 @@ def register(app: CommandGroups) -> None:
     group = app.group("data")
     app.group("bench").command("data")(bench)
     group.command()(inspect)
+    group.command("import")(import_log)
     group.command()(synth)
     group.command()(convert)
     group.command()(validate)
@@ -38,6 +39,42 @@ def inspect(
     from gem_data.inspect import propose
 
     print(propose(path, label=label, sample_rows=sample))
+
+
+def import_log(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="LOG...", help="CSV, TSV, JSON lines or Parquet files, or folders of them.", show_default=False)
+    ],
+    out: Out,
+    user: Annotated[str | None, typer.Option(metavar="COLUMN", help="Whose row it is: histories are made a user.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="COLUMN", help="When it was: timestamps, or whole numbers since 1970.")] = None,
+    event: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--event", metavar="COLUMN", help="Column that a history lists; may be repeated. Must be known by the user's next row."
+        ),
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option(metavar="FILTER", help="Rows that later histories hold, as in 'clicked == 1'; otherwise all.")
+    ] = None,
+    max_history: Annotated[int, typer.Option(min=1, help="Newest events kept of each history.")] = 512,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", metavar="COLUMN", help="Column of a text file that is text, though it looks like numbers.")
+    ] = None,
+) -> None:
+    """Write a flat log as Parquet, each row with its user's earlier events as lists: what gemrec data inspect takes from there.
+
+    A row's history is what has a strictly earlier time. The log must fit into memory; larger ones get their lists where they are kept.
+
+    Example: gemrec data import clicks.csv --user user_id --time ts --event item --event clicked --out logs
+
+    Example: gemrec data import 2024/ --user user_id --time ts --event item --where 'clicked == 1' --out logs
+    """
+    from gem_data.flat import import_log
+
+    rows, events = import_log(paths, out, user=user, time=time, events=event or (), where=where, max_history=max_history, text=text or ())
+    print(f"{out / 'log.parquet'}: {rows:,} rows" + (f", histories of {events / max(1, rows):,.1f} events on average" if user else ""))
+    print(f"next: gemrec data inspect {out} > my.toml")
 
 
 def synth(

@@ -172,7 +172,7 @@ def _open(filesystem: pafs.FileSystem, path: str, size: int) -> pq.ParquetFile:
         raise DataError("the file is empty (0 bytes)", where=path, fix="remove it, or write it again: even a table of no rows has a footer")
     if head != _MAGIC:
         raise DataError(
-            "this is not a Parquet file", where=path, fix="name Parquet files; convert others first (see 'gemrec data convert --help')"
+            "this is not a Parquet file", where=path, fix="name Parquet files; `gemrec data import` makes them of CSV and JSON lines"
         )
     if tail != _MAGIC:
         raise DataError(

@@ -46,6 +46,7 @@ _NOISE = re.compile(
 _ID = re.compile(
     r"(^|_)(id|ids|code|type|category|cat|cate|brand|zip|gender|os|device|country|city|region|hour|day|weekday|position|slot)s?$"
 )
+_AMOUNT = re.compile(r"(^|_)(price|cost|bid|amount|count|cnt|duration|dwell|budget|revenue|spend|balance)(_|s?$)")
 _LONG_TEXT = 20
 _HASHES = 2**53
 """Integers from here on are hashes, not amounts: a float64 does not tell them apart."""
@@ -403,7 +404,7 @@ def _unit(c: Column) -> str:
 def _id_like(c: Column) -> bool:
     if max(abs(c.low or 0), abs(c.high or 0)) >= _HASHES:
         return True
-    if c.low is not None and c.low < 0:
+    if (c.low is not None and c.low < 0) or _AMOUNT.search(c.name.lower()):
         return False
     if _ID.search(c.name.lower()) or c.distinct <= min(1000, max(20, c.rows // 10)):
         return True

@@ -1,0 +1,176 @@
+"""A flat log, one row an impression, as Parquet: with histories, where the log says whose rows they are and when they were.
+
+A row's history is its user's events of a strictly earlier time, the oldest first: what was known when the impression was served, as long as
+the columns of an event were. Rows of one user and one time do not see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.json as json
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from gem_core.errors import DataError
+from gem_data.arrow import Ints
+from gem_data.filters import Filter
+from gem_data.lines import ROW_GROUP
+from gem_data.writer import check_free, write_parquet
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_JSON = (".jsonl", ".ndjson", ".json")
+_BLOCK = 64 << 20
+PREFIX = "history_"
+
+
+def import_log(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    user: str | None = None,
+    time: str | None = None,
+    events: Sequence[str] = (),
+    where: str | None = None,
+    max_history: int = 512,
+    text: Sequence[str] = (),
+) -> tuple[int, int]:
+    """Write ``out/log.parquet``, rows in the order of ``time`` where it is given; returns (rows, events in all histories).
+
+    :param paths: CSV, TSV (both also as .gz), JSON lines or Parquet files, or folders of them; all have the same columns.
+    :param events: columns of an event; ``history_NAME`` lists their values, ``history_TIME`` the times.
+    :param where: row filter: which rows become events of later histories (all).
+    :param text: columns of text files that are text, whatever they look like (zip codes).
+    :raises DataError: files that cannot be read or differ, a column that is not there, rows without user or time, a time that is text.
+    """
+    check_free(out)
+    parts = [part for path in paths for part in _read(path, text)]
+    try:
+        table = pa.concat_tables(parts, promote_options="permissive")
+    except pa.ArrowException as error:
+        fix = "write all files with the same types, or read a column of text files as text: --text COLUMN"
+        raise DataError(f"the files do not fit together: {error}", where=_names(paths), fix=fix) from error
+    if user is None or time is None or not events:
+        missing = [option for option, given in (("--user", user), ("--time", time), ("--event", events)) if not given]
+        if len(missing) < 3 or where is not None:
+            raise DataError(f"histories need {', '.join(missing)} too", where=_names(paths), fix="give all three, or none and no --where")
+        return write_parquet(out / "log.parquet", table.schema, _groups(table)), 0
+    clash = sorted({PREFIX + name for name in (*events, time)} & set(table.column_names))
+    if clash:
+        raise DataError(f"the log has a column {clash[0]!r} already", where=_names(paths), fix="rename it, or leave it out")
+    table = table.take(pa.array(np.argsort(_times(table, time, paths), kind="stable")))
+    who = _complete(table, user, paths).dictionary_encode().indices.to_numpy().astype(np.int64)
+    moments, when = np.unique(_times(table, time, paths), return_inverse=True)
+    order = np.arange(table.num_rows) if where is None else np.flatnonzero(_mask(table, where, paths))
+    order = order[np.lexsort((when[order], who[order]))]
+    # one number a (user, time), in the order of both: the events before a row are those of smaller numbers, down to the user's first
+    key, first = who * moments.size + when, who * moments.size
+    ends = np.searchsorted(key[order], key)
+    begins = np.maximum(np.searchsorted(key[order], first), ends - max_history)
+    made = {PREFIX + name: _column(table, name, paths).take(pa.array(order)) for name in dict.fromkeys((*events, time))}
+    schema = table.schema
+    for name, values in made.items():
+        schema = schema.append(pa.field(name, pa.list_(values.type)))
+    rows = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
+    return rows, int((ends - begins).sum())
+
+
+def _read(path: Path, text: Sequence[str]) -> Iterator[pa.Table]:
+    if path.is_dir():
+        inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _form(p) is not None]
+        if not inside:
+            raise DataError("the folder holds no log", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
+        for file in inside:
+            yield from _read(file, text)
+        return
+    form = _form(path)
+    try:
+        if form == ".parquet":
+            yield pq.read_table(path, partitioning=None)
+        elif form in _JSON:
+            yield json.read_json(path, read_options=json.ReadOptions(block_size=_BLOCK))
+        elif form is not None:
+            yield csv.read_csv(
+                path,
+                read_options=csv.ReadOptions(block_size=_BLOCK),
+                parse_options=csv.ParseOptions(delimiter=_DELIMITERS[form]),
+                convert_options=csv.ConvertOptions(column_types=dict.fromkeys(text, pa.string()), strings_can_be_null=True),
+            )
+        else:
+            raise DataError("this is no log that can be read", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
+    except (pa.ArrowException, OSError) as error:
+        fix = "mend the file; a column of numbers that holds other text too is read as text by --text COLUMN"
+        raise DataError(f"the file cannot be read: {error}", where=str(path), fix=fix) from error
+
+
+def _form(path: Path) -> str | None:
+    suffixes = [s.lower() for s in path.suffixes]
+    last = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    return last if last in (*_DELIMITERS, *_JSON, ".parquet") else None
+
+
+def _column(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:
+    """The column in one piece.
+
+    :raises DataError: it is not there.
+    """
+    if name not in table.column_names:
+        raise DataError(f"there is no column {name!r}", where=_names(paths), fix=f"the log has {', '.join(table.column_names)}")
+    return pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
+
+
+def _complete(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:
+    column = _column(table, name, paths)
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise DataError(
+            f"{column.null_count:,} rows have no {name!r}, without which they belong to no history",
+            where=f"{_names(paths)}, first in row {row}",
+            fix="remove these rows, or name another column",
+        )
+    return column
+
+
+def _times(table: pa.Table, name: str, paths: Sequence[Path]) -> Ints:
+    column = _complete(table, name, paths)
+    if pa.types.is_timestamp(column.type) or pa.types.is_date64(column.type) or pa.types.is_integer(column.type):
+        return column.cast(pa.int64()).to_numpy()
+    if pa.types.is_date32(column.type):
+        return column.cast(pa.int32()).to_numpy().astype(np.int64)
+    raise DataError(
+        f"the times are of type {column.type}",
+        where=f"{_names(paths)}, column {name!r}",
+        fix="write them as in 2025-10-09T08:53:34Z, or as whole numbers since 1970",
+    )
+
+
+def _mask(table: pa.Table, where: str, paths: Sequence[Path]) -> NDArray[np.bool_]:
+    chosen = Filter(where)
+    for name in chosen.columns:
+        _column(table, name, paths)
+    mask: NDArray[np.bool_] = chosen.mask(table, _names(paths)).to_numpy(zero_copy_only=False)
+    return mask
+
+
+def _with_histories(table: pa.Table, events: dict[str, pa.Array], begins: Ints, ends: Ints, schema: pa.Schema) -> Iterator[pa.Table]:
+    """A row group at a time, so that repeated events take memory for one group only. Row i has the events ``begins[i]`` to ``ends[i]``."""
+    for start in range(0, table.num_rows, ROW_GROUP):
+        part = table.slice(start, ROW_GROUP)
+        begin, end = begins[start : start + ROW_GROUP], ends[start : start + ROW_GROUP]
+        offsets = np.concatenate([[0], np.cumsum(end - begin)])
+        index = pa.array(np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], end - begin))
+        lists = [pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(index)) for values in events.values()]
+        yield pa.Table.from_arrays([*part.combine_chunks().columns, *lists], schema=schema)
+
+
+def _groups(table: pa.Table) -> Iterator[pa.Table]:
+    for start in range(0, table.num_rows, ROW_GROUP):
+        yield table.slice(start, ROW_GROUP).combine_chunks()
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))

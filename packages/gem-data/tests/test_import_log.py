@@ -1,0 +1,163 @@
+"""gemrec data import: flat logs of several formats to Parquet with histories, against a loop over all pairs of rows."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+
+from gem_core.cli import main
+from gem_core.errors import DataError
+from gem_data import flat
+from gem_data.flat import import_log
+from gem_data.inspect import propose
+
+
+def log(seed=0, n=400):
+    """Few users and few times, so that a user has several rows of one time."""
+    rng = np.random.default_rng(seed)
+    item = pa.array([None if i % 50 == 7 else f"sku-{int(v):03}" for i, v in enumerate(rng.integers(0, 40, n))])
+    return pa.table(
+        {
+            "row": np.arange(n),
+            "ts": pa.array(1_760_000_000 + rng.integers(0, 60, n), pa.timestamp("s", "UTC")),
+            "user": [f"u{int(u)}" for u in rng.integers(0, 17, n)],
+            "item": item,
+            "zip": [f"{int(z):05}" for z in rng.integers(0, 900, n)],
+            "clicked": rng.integers(0, 2, n),
+        }
+    )
+
+
+def expected(rows, events, where, most):
+    """Row number -> its events, oldest first; equal times in the order of the log."""
+    known = sorted((r for r in rows if where(r)), key=lambda r: r["ts"])
+    return {
+        r["row"]: [tuple(e[name] for name in events) for e in known if e["user"] == r["user"] and e["ts"] < r["ts"]][-most:] for r in rows
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("where", "most"), [(None, 512), ("clicked == 1 and item is not None", 3)])
+def test_histories_are_what_a_user_did_before(tmp_path, monkeypatch, seed, where, most):
+    monkeypatch.setattr(flat, "ROW_GROUP", 64)
+    table = log(seed)
+    pq.write_table(table, tmp_path / "log.parquet")
+    rows, events = import_log(
+        [tmp_path / "log.parquet"], tmp_path / "out", user="user", time="ts", events=["item", "clicked"], where=where, max_history=most
+    )
+    made = pq.read_table(tmp_path / "out" / "log.parquet")
+    assert pq.read_metadata(tmp_path / "out" / "log.parquet").num_row_groups == 7
+    assert made.column_names == [*table.column_names, "history_item", "history_clicked", "history_ts"]
+    found = made.to_pylist()
+    assert [r["ts"] for r in found] == sorted(r["ts"] for r in found)
+    keep = (lambda r: True) if where is None else (lambda r: r["clicked"] == 1 and r["item"] is not None)
+    want = expected(table.to_pylist(), ("item", "clicked", "ts"), keep, most)
+    assert {r["row"]: list(zip(r["history_item"], r["history_clicked"], r["history_ts"], strict=True)) for r in found} == want
+    assert (rows, events) == (400, sum(map(len, want.values())))
+    assert max(map(len, want.values())) == most or where is None
+
+
+def written(folder, form):
+    table = log()
+    path = folder / f"day.{form}"
+    if form == "csv":
+        csv.write_csv(table, path)
+    elif form == "tsv.gz":
+        csv.write_csv(table, folder / "plain", csv.WriteOptions(delimiter="\t"))
+        path.write_bytes(gzip.compress((folder / "plain").read_bytes()))
+    else:
+        lines = [json.dumps({**row, "ts": row["ts"].isoformat()}) for row in table.to_pylist()]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv.gz", "jsonl"])
+def test_text_files_give_what_parquet_does(tmp_path, form):
+    path = written(tmp_path, form)
+    import_log([path], tmp_path / "out", user="user", time="ts", events=["item"], text=["zip"])
+    pq.write_table(log(), tmp_path / "log.parquet")
+    import_log([tmp_path / "log.parquet"], tmp_path / "same", user="user", time="ts", events=["item"])
+    naive = pa.timestamp("s")  # JSON's times come without a zone, in UTC
+    one, other = (pq.read_table(tmp_path / name / "log.parquet") for name in ("out", "same"))
+    assert one.column_names == other.column_names
+    for name in one.column_names:
+        kind = {"ts": naive, "history_ts": pa.list_(naive)}.get(name, other[name].type)
+        assert one[name].cast(kind).to_pylist() == other[name].cast(kind).to_pylist()
+
+
+def test_a_csv_becomes_a_configuration_that_trains_on_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, "csv")
+    assert (
+        main(
+            [
+                "data",
+                "import",
+                str(path),
+                "--out",
+                "logs",
+                "--user",
+                "user",
+                "--time",
+                "ts",
+                "--event",
+                "item",
+                "--where",
+                "item is not None",
+            ]
+        )
+        == 0
+    )
+    assert "400 rows, histories of" in capsys.readouterr().out
+    text = propose(tmp_path / "logs")
+    assert 'timestamps = "history_ts"' in text
+    assert "[features.sequences.history.target]" in text
+    assert main(["data", "import", str(path), "--out", "plain"]) == 0
+    assert pq.read_schema("plain/log.parquet").names == log().column_names
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"user": "who"}, "there is no column 'who'"),
+        ({"events": ["nothing"]}, "there is no column 'nothing'"),
+        ({"time": "zip"}, "the times are of type string"),
+        ({"user": "item"}, "8 rows have no 'item'"),
+        ({"time": None}, "histories need --time too"),
+        ({"user": None, "time": None, "events": (), "where": "clicked == 1"}, "histories need --user, --time, --event too"),
+        ({"where": "bought == 1"}, "there is no column 'bought'"),
+    ],
+)
+def test_what_cannot_be_is_named(tmp_path, options, words):
+    pq.write_table(log(), tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=words) as caught:
+        import_log([tmp_path / "log.parquet"], tmp_path / "out", **{"user": "user", "time": "ts", "events": ["item"], **options})
+    assert caught.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [("a.csv", "a,b\n1,2\n3\n", "Expected 2 columns"), ("a.txt", "a,b\n", "no log that can be read"), ("a.jsonl", "{", "cannot be read")],
+)
+def test_files_that_cannot_be_read(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=words):
+        import_log([tmp_path / name], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no log"):
+        import_log([tmp_path / "empty"], tmp_path / "out")
+
+
+def test_files_that_do_not_fit_together_and_columns_that_are_there(tmp_path):
+    pq.write_table(log(), tmp_path / "a.parquet")
+    pq.write_table(log().set_column(5, "clicked", pa.array(["yes"] * 400)), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="do not fit together"):
+        import_log([tmp_path / "a.parquet", tmp_path / "b.parquet"], tmp_path / "out")
+    pq.write_table(log().append_column("history_item", pa.array([1] * 400)), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="a column 'history_item' already"):
+        import_log([tmp_path / "c.parquet"], tmp_path / "out", user="user", time="ts", events=["item"])

@@ -23,10 +23,10 @@ from gem_core.model.contract import Lookup, Shards, TableSet
 from gem_core.train.mesh import Mesh
 from gem_parallel.sparse.config import Torchrec2dConfig, TorchrecConfig
 from gem_parallel.sparse.engines import DTYPES
-from gem_parallel.sparse.initial import draw
+from gem_parallel.sparse.initial import drawn
 from gem_parallel.sparse.need import need
 from gem_parallel.sparse.place import placed
-from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
+from gem_parallel.sparse.rowwise import RowwiseOptions
 from gem_parallel.sparse.torchrec_ahead import IdsAhead, Prepared
 from gem_parallel.sparse.torchrec_plan import Collections, Plans, plan_lines
 
@@ -160,13 +160,9 @@ class TorchrecTables(nn.Module):
     @torch.no_grad()
     def _fill(self) -> None:
         held = {n: list(w) for n, w in self._weights().items()}
-        generator = torch.Generator(self.device)
-        generator.manual_seed(0)
-        for table in self.table_set.tables:
-            whole = draw(table, self.device)
-            for offsets, part in held[table.name]:
-                region = whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape))]
-                part.copy_(rounded(region.contiguous(), part.dtype, generator))
+        for name, whole in drawn(self.table_set, self.device, lambda name: DTYPES[self.options[name].dtype or "fp32"]):
+            for offsets, part in held[name]:
+                part.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape))])
         for kernel, _ in kernels_of(self._module[0]):
             for (accumulator,) in kernel.split_optimizer_states():
                 accumulator.zero_()

@@ -35,10 +35,10 @@ from gem_parallel.sparse.comm import Axes, axes
 from gem_parallel.sparse.config import FbgemmConfig, Gem2dConfig
 from gem_parallel.sparse.engines import DTYPES, TorchEngine, build_engine
 from gem_parallel.sparse.exchange import Asked, Demand, Routes, Sizes
-from gem_parallel.sparse.initial import draw
+from gem_parallel.sparse.initial import drawn
 from gem_parallel.sparse.layout import arrange
 from gem_parallel.sparse.place import placed
-from gem_parallel.sparse.rowwise import RowwiseOptions, rounded
+from gem_parallel.sparse.rowwise import RowwiseOptions
 from gem_parallel.sparse.touched import TouchedExchange, Wanted
 from gem_parallel.sparse.units import Slot, TouchedUnit, WholeUnit
 
@@ -151,14 +151,10 @@ class Tables2d(nn.Module):
 
     @torch.no_grad()
     def _fill(self, tables: TableSet) -> None:
-        generator = torch.Generator(self.axes.device)
-        generator.manual_seed(0)
-        for table in tables.tables:
-            whole = draw(table, self.axes.device)
-            for piece, unit in self._held(table.name):
+        for name, whole in drawn(tables, self.axes.device, self._dtype):
+            for piece, unit in self._held(name):
                 first, last = piece.rows_of(self.axes.replica_rank)
-                rows = unit.weight[piece.base : piece.base + last - first]
-                rows.copy_(rounded(whole[first:last], rows.dtype, generator))
+                unit.weight[piece.base : piece.base + last - first].copy_(whole[first:last])
         for unit in self._units():
             unit.accumulator.zero_()
 
@@ -167,6 +163,10 @@ class Tables2d(nn.Module):
         for piece in self.layout.pieces[table]:
             if piece.owner == self.axes.model_rank:
                 yield piece, units[piece.unit]
+
+    def _dtype(self, table: str) -> torch.dtype:
+        """What the rows of a table are stored in."""
+        return DTYPES[next(u.dtype for us in self.layout.units for u in us if any(p.table == table for p in u.pieces))]
 
     def _units(self) -> list[Any]:
         return [*self.whole_units, *self.touched_units]
@@ -182,8 +182,7 @@ class Tables2d(nn.Module):
                     rows = slice(piece.base, piece.base + last - first)
                     weights.append(((first, 0), unit.weight[rows]))
                     accumulators.append(((first,), unit.accumulator[rows]))
-            dtype = DTYPES[next(u.dtype for us in self.layout.units for u in us if any(p.table == table.name for p in u.pieces))]
-            yield f"{table.name}.weight", Shards((table.rows, table.dim), dtype, tuple(weights))
+            yield f"{table.name}.weight", Shards((table.rows, table.dim), self._dtype(table.name), tuple(weights))
             yield f"{table.name}.accumulator", Shards((table.rows,), torch.float32, tuple(accumulators))
 
     @torch.no_grad()

@@ -15,76 +15,12 @@ from gem_core.ops.contract import no
 from gem_core.testing.kernels import KernelConformance, poisoned_empty
 
 REFERENCE = {spec.op: spec for spec in ops.builtin_specs()}
-BOTH = (torch.float32, torch.bfloat16)
+IN_FP32 = ("jagged_attention", "gdpa", "jagged_split", "jagged_expand", "jagged_to_padded", "padded_to_jagged")
 
-
-class TestJaggedAttention(KernelConformance):
-    spec = REFERENCE["jagged_attention"]
-
-
-class TestGdpa(KernelConformance):
-    spec = REFERENCE["gdpa"]
-
-
-class TestBlockAttention(KernelConformance):
-    spec = REFERENCE["block_attention"]
-    dtypes = BOTH
-
-
-class TestNorm(KernelConformance):
-    spec = REFERENCE["norm"]
-    dtypes = BOTH
-
-
-class TestNormLinear(KernelConformance):
-    spec = REFERENCE["norm_linear"]
-    dtypes = BOTH
-
-
-class TestLinearNorm(KernelConformance):
-    spec = REFERENCE["linear_norm"]
-    dtypes = BOTH
-
-
-class TestMlp(KernelConformance):
-    spec = REFERENCE["mlp"]
-    dtypes = BOTH
-
-
-class TestNormGdpa(KernelConformance):
-    spec = REFERENCE["norm_gdpa"]
-    dtypes = BOTH
-
-
-class TestJaggedConcat(KernelConformance):
-    spec = REFERENCE["jagged_concat"]
-    dtypes = BOTH
-
-
-class TestJaggedSplit(KernelConformance):
-    spec = REFERENCE["jagged_split"]
-
-
-class TestJaggedSum(KernelConformance):
-    spec = REFERENCE["jagged_sum"]
-    dtypes = BOTH
-
-
-class TestJaggedMean(KernelConformance):
-    spec = REFERENCE["jagged_mean"]
-    dtypes = BOTH
-
-
-class TestJaggedExpand(KernelConformance):
-    spec = REFERENCE["jagged_expand"]
-
-
-class TestJaggedToPadded(KernelConformance):
-    spec = REFERENCE["jagged_to_padded"]
-
-
-class TestPaddedToJagged(KernelConformance):
-    spec = REFERENCE["padded_to_jagged"]
+for _op, _spec in REFERENCE.items():
+    _name = f"Test{_op.title().replace('_', '')}"
+    _dtypes = (torch.float32,) if _op in IN_FP32 else (torch.float32, torch.bfloat16)
+    globals()[_name] = type(_name, (KernelConformance,), {"spec": _spec, "dtypes": _dtypes})
 
 
 # --- the kit itself: each fault below must be found by the rule named beside it ---

@@ -10,22 +10,16 @@ from gem_kernels import eager
 from gem_kernels.eager import plan
 
 SPECS = {spec.op: spec for spec in eager.specs()}
-WIDE_AND_NARROW = (torch.float32, torch.bfloat16)
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+DTYPES = {
+    **dict.fromkeys(("jagged_attention", "gdpa", "norm", "norm_linear", "norm_gdpa"), (FLOAT32, FLOAT64, BFLOAT16)),
+    "block_attention": (FLOAT32, FLOAT64, FLOAT16),
+    **dict.fromkeys(("linear_norm", "mlp", "jagged_concat", "jagged_sum", "jagged_mean"), (FLOAT32, BFLOAT16)),
+}
 
-
-class TestJaggedAttention(KernelConformance):
-    spec = SPECS["jagged_attention"]
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-
-
-class TestGdpa(KernelConformance):
-    spec = SPECS["gdpa"]
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-
-
-class TestBlockAttention(KernelConformance):
-    spec = SPECS["block_attention"]
-    dtypes = (torch.float32, torch.float64, torch.float16)
+for _op, _spec in SPECS.items():
+    _name = f"Test{_op.title().replace('_', '')}"
+    globals()[_name] = type(_name, (KernelConformance,), {"spec": _spec, "dtypes": DTYPES.get(_op, (FLOAT32,))})
 
 
 class _Cut(KernelConformance):
@@ -41,59 +35,3 @@ class TestJaggedAttentionInPieces(_Cut):
 
 class TestGdpaInPieces(_Cut):
     spec = SPECS["gdpa"]
-
-
-class TestNorm(KernelConformance):
-    spec = SPECS["norm"]
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-
-
-class TestNormLinear(KernelConformance):
-    spec = SPECS["norm_linear"]
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-
-
-class TestLinearNorm(KernelConformance):
-    spec = SPECS["linear_norm"]
-    dtypes = WIDE_AND_NARROW
-
-
-class TestMlp(KernelConformance):
-    spec = SPECS["mlp"]
-    dtypes = WIDE_AND_NARROW
-
-
-class TestNormGdpa(KernelConformance):
-    spec = SPECS["norm_gdpa"]
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-
-
-class TestJaggedConcat(KernelConformance):
-    spec = SPECS["jagged_concat"]
-    dtypes = WIDE_AND_NARROW
-
-
-class TestJaggedSplit(KernelConformance):
-    spec = SPECS["jagged_split"]
-
-
-class TestJaggedSum(KernelConformance):
-    spec = SPECS["jagged_sum"]
-    dtypes = WIDE_AND_NARROW
-
-
-class TestJaggedMean(KernelConformance):
-    spec = SPECS["jagged_mean"]
-    dtypes = WIDE_AND_NARROW
-
-
-class TestJaggedExpand(KernelConformance):
-    spec = SPECS["jagged_expand"]
-
-
-class TestJaggedToPadded(KernelConformance):
-    spec = SPECS["jagged_to_padded"]
-
-
-class TestPaddedToJagged(KernelConformance):
-    spec = SPECS["padded_to_jagged"]

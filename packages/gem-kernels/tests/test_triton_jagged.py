@@ -33,32 +33,9 @@ def _where_it_runs() -> Iterator[None]:
         yield
 
 
-class TestConcat(KernelConformance):
-    spec, device, dtypes = SPECS["jagged_concat"], DEVICE, DTYPES
-
-
-class TestSplit(KernelConformance):
-    spec, device, dtypes = SPECS["jagged_split"], DEVICE, DTYPES
-
-
-class TestSum(KernelConformance):
-    spec, device, dtypes = SPECS["jagged_sum"], DEVICE, DTYPES
-
-
-class TestMean(KernelConformance):
-    spec, device, dtypes = SPECS["jagged_mean"], DEVICE, DTYPES
-
-
-class TestExpand(KernelConformance):
-    spec, device, dtypes = SPECS["jagged_expand"], DEVICE, DTYPES
-
-
-class TestToPadded(KernelConformance):
-    spec, device, dtypes = SPECS["jagged_to_padded"], DEVICE, DTYPES
-
-
-class TestFromPadded(KernelConformance):
-    spec, device, dtypes = SPECS["padded_to_jagged"], DEVICE, DTYPES
+for _op, _spec in SPECS.items():
+    _name = f"Test{_op.title().replace('_', '')}"
+    globals()[_name] = type(_name, (KernelConformance,), {"spec": _spec, "device": DEVICE, "dtypes": DTYPES})
 
 
 def _values(rows: int, dtype: torch.dtype, width: int = 3) -> torch.Tensor:

@@ -9,7 +9,10 @@ import torch
 
 from gem_core.config.schema import TableOptimizer
 from gem_core.testing.strategies import run_processes
-from gem_parallel.sparse.simulate import Simulator, groups_of, joined, run_ranks, toy_tables
+from gem_core.train.mesh import Mesh
+from gem_parallel.sparse import specs
+from gem_parallel.sparse.config import Gem2dConfig
+from gem_parallel.sparse.simulate import Simulator, groups_of, joined, random_group, run_ranks, toy_loss, toy_tables
 
 TABLES = toy_tables()  # table "b" has five rows
 ADAGRAD = {"lr": 0.1, "eps": 1e-3}
@@ -94,3 +97,36 @@ def test_16_bit_tables_begin_alike_under_every_plan_and_move_bit_for_bit(dtype, 
         assert before["a.weight"].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         for key, tensor in before.items():
             assert torch.equal(after[key], tensor), (name, key)
+
+
+def trained(module, steps):
+    for step in steps:
+        toy_loss(module(random_group(TABLES, 6, step)), step).backward()
+
+
+def on_one(dtype="bf16"):
+    spec = next(s for s in specs() if s.name == "gem-2d")
+    module = spec.build(TABLES, Mesh(1), Gem2dConfig(dtype=dtype, kernel="torch"))
+    module.configure_optimizer(TableOptimizer(**ADAGRAD))
+    module.set_learning_rate(0.1)
+    return module.train()
+
+
+def test_a_resumed_run_rounds_as_the_first_one_would_have():
+    """With the generators of PyTorch that a checkpoint puts back."""
+    torch.manual_seed(5)
+    first = on_one()
+    trained(first, range(3))
+    kept, random = {name: held.parts[0][1].clone() for name, held in first.state_items()}, torch.get_rng_state()
+    trained(first, range(3, 6))
+    torch.manual_seed(6)
+    second = on_one()
+    for name, held in second.state_items():
+        held.parts[0][1].copy_(kept[name])
+    second.state_loaded()
+    torch.set_rng_state(random)
+    trained(second, range(3, 6))
+    last = {name: held.parts[0][1] for name, held in first.state_items()}
+    assert not torch.equal(last["a.weight"], kept["a.weight"])
+    for name, held in second.state_items():
+        assert torch.equal(held.parts[0][1], last[name]), name

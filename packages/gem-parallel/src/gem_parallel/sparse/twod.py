@@ -127,9 +127,6 @@ class Tables2d(nn.Module):
         ]  # fmt: skip
         kinds = {"torch" if isinstance(engine, TorchEngine) else "fbgemm" for engine in engines}
         self.kernel = " and ".join(sorted(kinds)) or config.kernel
-        for engine in engines:
-            if isinstance(engine, TorchEngine):  # replicas must round independently, or their mean keeps the noise of one
-                engine.generator.manual_seed((torch.initial_seed() + 7919 * (where.replica_rank + 1)) % 2**63)
         by = self._gatherer() if own_state and config.collective != "default" else None
         self.whole_units = [WholeUnit(u, e, where, self.chunks, by) for u, e in zip(units, engines)] if self.whole else []
         self.touched_units = [] if self.whole else [TouchedUnit(u, e) for u, e in zip(units, engines)]
@@ -285,7 +282,20 @@ class Tables2d(nn.Module):
             found, step.tickets = self._look_up_whole(step.reads, trains)
         return self.routes.answer(found, step.reads, step.asked)
 
+    def _draw_anew(self) -> None:
+        """Let the noise that this step rounds with begin at a number of PyTorch's own generator: a checkpoint holds that one's state, so
+        that a resumed run rounds as the first one would have."""
+        if all(u.dtype == "fp32" for units in self.layout.units for u in units):
+            return
+        drawn, axes = int(torch.randint(2**62, (), device="cpu")), self.axes
+        place = axes.model_rank * axes.replica + axes.replica_rank  # replicas that round alike would keep the noise in their mean
+        for i, unit in enumerate(self._units()):
+            generators = [getattr(unit.engine, "generator", None), getattr(unit, "generator", None)]
+            for j, generator in enumerate(g for g in generators if g is not None):
+                generator.manual_seed((drawn + 7919 * (place * 1009 + 2 * i + j)) % 2**63)
+
     def _update(self, step: Step, gradients: tuple[Tensor | None, ...]) -> None:
+        self._draw_anew()
         share = 1.0 / (self.axes.model * (1 if self.whole else self.axes.replica))
         # rows are added up before they travel to other replicas, and times their share then
         given = self.routes.give_back(list(gradients), step.reads, step.asked, share if self.touched is None else 1.0)

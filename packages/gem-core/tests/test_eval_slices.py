@@ -17,6 +17,7 @@ from gem_core.batch import Batch
 from gem_core.cli.app import build
 from gem_core.cli.eval import slice_lines
 from gem_core.config import Features, load_config
+from gem_core.config.features import Sparse
 from gem_core.config.schema import Eval
 from gem_core.errors import ConfigError, DataError
 from gem_core.metrics.collect import MetricSet
@@ -197,3 +198,11 @@ def test_predictions_of_the_run_have_the_metrics_of_its_evaluation(run) -> None:
         for name, value in own.items():
             want = found.results[task][name].value
             assert value.value == (None if want is None else pytest.approx(want, rel=1e-5, abs=1e-7))
+
+
+def test_a_hashed_feature_is_sliced_by_the_rows_of_its_table():
+    """The hash of a country is not the country, and is not shown as if it were."""
+    hashed, plain = Sparse(rows=9, hash=True), Sparse(rows=9)
+    features = Features(sparse={"country": hashed, "position": plain, "device": hashed}, columns=("device",))
+    labels = {name: slicing(name, features, lambda _: torch.empty(0)).label(7) for name in features.sparse}
+    assert labels == {"country": "row 7", "position": "7", "device": "7"}

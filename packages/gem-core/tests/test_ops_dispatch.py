@@ -83,9 +83,12 @@ def test_explicit_choice_is_refused_with_the_reason() -> None:
     with dispatch.offering(spec("picky", supports=lambda p: no("D is 2"))):
         with pytest.raises(OpError, match=r"'picky' of gdpa was asked for, but cannot do this problem: D is 2") as refusal:
             call(backend="picky")
-        assert "backend=" in (refusal.value.fix or "")
-        with ops.use_policy(ops={"gdpa": "picky"}), pytest.raises(OpError, match="D is 2"):
-            call()
+        assert refusal.value.where == "backend='picky'"
+        assert (refusal.value.fix or "").startswith("choose '")
+        for policy, key in (({"ops": {"gdpa": "picky"}}, "kernels.ops.gdpa"), ({"default": "picky"}, "kernels.default")):
+            with ops.use_policy(**policy), pytest.raises(OpError, match="D is 2") as refusal:
+                call()
+            assert refusal.value.where == key
 
 
 def test_unknown_names() -> None:

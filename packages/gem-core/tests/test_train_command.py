@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,29 @@ def test_train_eval_and_resume(config, tmp_path, capsys):
     assert out.startswith("finished after 16 steps")
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [4, 8, 12, 16]
     assert run("train", config, "--run-dir", folder, "--overwrite", "--quiet", "--set", "train.steps=2") == 0
+
+
+def test_resume_of_a_mistyped_folder_begins_nothing(config, tmp_path, capsys):
+    """The quick start trained there, since no file was named."""
+    assert run("train", "--resume", "--run-dir", tmp_path / "typo", "--set", "train.steps=2") == 2
+    assert "there is no run to continue" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+    (tmp_path / "folder").mkdir()
+    assert run("train", "--resume", "--run-dir", tmp_path / "folder") == 2
+    assert "no run folder" in capsys.readouterr().err
+    assert run("train", config, "--resume", "--run-dir", tmp_path / "typo", "--set", "train.steps=2") == 0
+    assert "the run starts at step 0" in capsys.readouterr().out
+
+
+def test_the_first_line_says_what_is_trained(config, tmp_path, capsys):
+    """And what one process does not use of a file for many."""
+    assert run("train", config, "--run-dir", tmp_path / "run", "--set", "train.steps=2", "--set", "parallel.shard=3") == 0
+    head, unused, *_ = capsys.readouterr().out.splitlines()
+    counts = json.loads((tmp_path / "run" / "run.json").read_text())["parameters"]
+    assert re.fullmatch(
+        rf"din on .* CPU, \d+ threads, fp32: {counts['dense']:,} parameters, {counts['sparse']:,} in tables; 2 steps, batch size \d+", head
+    )
+    assert unused == "one process: parallel.shard = 3 not used"
 
 
 def test_user_errors_exit_with_2_and_failed_runs_with_1(config, tmp_path, capsys):

@@ -30,6 +30,10 @@ def _rebuild(cls: type[GemError], what: str, where: str | None, fix: str | None)
     return cls(what, where=where, fix=fix)
 
 
+class RunWarning(UserWarning):
+    """What a run does without; the command prints the sentence alone."""
+
+
 class ConfigError(GemError):
     """A configuration file or override that cannot be used."""
 

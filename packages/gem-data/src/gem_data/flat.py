@@ -138,9 +138,9 @@ def _complete(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:
 def _times(table: pa.Table, name: str, paths: Sequence[Path]) -> Ints:
     column = _complete(table, name, paths)
     if pa.types.is_timestamp(column.type) or pa.types.is_date64(column.type) or pa.types.is_integer(column.type):
-        return column.cast(pa.int64()).to_numpy()
+        return np.asarray(column.cast(pa.int64()), dtype=np.int64)
     if pa.types.is_date32(column.type):
-        return column.cast(pa.int32()).to_numpy().astype(np.int64)
+        return np.asarray(column.cast(pa.int32()), dtype=np.int64)
     raise DataError(
         f"the times are of type {column.type}",
         where=f"{_names(paths)}, column {name!r}",

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     debug = False
     with warnings.catch_warnings():
-        _show_plugin_warnings()
+        _show_own_warnings()
         try:
             rest, debug, disabled = split_globals(list(sys.argv[1:] if argv is None else argv))
             build(disabled)(args=rest, prog_name="gemrec")
@@ -68,14 +68,15 @@ def _print_error(error: GemError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), str(error)))
 
 
-def _show_plugin_warnings() -> None:
-    """Print plug-in warnings as the sentences they are; others as Python does."""
+def _show_own_warnings() -> None:
+    """Print warnings of this package as the sentences they are; others as Python does."""
+    from gem_core.errors import RunWarning
     from gem_core.plugins import PluginWarning
 
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, PluginWarning):
+        if issubclass(category, PluginWarning | RunWarning):
             print(f"warning: {message}", file=sys.stderr)
         else:
             usual(message, category, *place, **more)

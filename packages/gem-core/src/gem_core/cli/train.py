@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 Config = Annotated[Path | None, typer.Argument(help="TOML file; none: the quick start, on a generated log.", show_default=False)]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.steps=100.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="The run folder; otherwise run.dir/run.name.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in the run folder, if there is one.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the newest checkpoint in the run folder; given CONFIG, begin where there is none.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what the run folder holds.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Profile five steps after the tenth: trace and summary in the run folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result only.")]
@@ -44,9 +46,16 @@ def train(
     """
     import gem_core.train
     from gem_core.config import load_config
+    from gem_core.errors import CheckpointError
     from gem_core.train.offline import run_config
 
-    if config is None and resume and run_dir is not None and run_dir.is_dir():
+    if config is None and resume and run_dir is not None:
+        if not run_dir.is_dir():  # without this the quick start would train under a mistyped name
+            raise CheckpointError(
+                "there is no run to continue",
+                where=str(run_dir),
+                fix=f"check the folder; --resume begins a run only of a named file: gemrec train my.toml --resume --run-dir {run_dir}",
+            )
         loaded = run_config(run_dir, overrides or ())
     else:
         loaded = load_config(gem_core.train.quickstart_path() if config is None else config, overrides or ())

@@ -82,7 +82,8 @@ class SlicedMetrics:
 
 
 def slicing(by: str, features: Features, seen: Callable[[str], Tensor]) -> Slicing:
-    """What ``--by`` names: "day" (of the impression, UTC), "warm" or "warm:FEATURE", a column, or a sparse feature of one id a sample.
+    """What ``--by`` names: "day" (of the impression, UTC), "warm" or "warm:FEATURE", a column, or a sparse feature of one id a sample (a
+    hashed one by the rows of its table: what was hashed is not in a batch).
 
     :param seen: table name -> ``[rows]`` bool, whether training has updated the row.
     :raises ConfigError: no time of the impression is declared; no such feature.
@@ -105,7 +106,8 @@ def slicing(by: str, features: Features, seen: Callable[[str], Tensor]) -> Slici
             )
         tables = {name: seen(features.table_of(f"sparse.{name}")) for name in wanted}
         return Slicing(by, lambda batch: _warm(batch, tables), lambda warm: "warm" if warm else "cold")
-    return Slicing(by, lambda batch: _column(batch, by))
+    hashed = by not in features.columns and by in features.sparse and features.sparse[by].hash
+    return Slicing(by, lambda batch: _column(batch, by), (lambda row: f"row {row}") if hashed else str)
 
 
 def record(slices: Iterable[SlicedMetrics]) -> dict[str, dict[str, dict[str, object]]]:

@@ -210,9 +210,17 @@ def _explicit(problem: Problem, name: str) -> KernelSpec:
         others = [s.name for s, a in candidates(problem) if a]
         raise OpError(
             f"implementation {name!r} of {problem.op} was asked for, but cannot do this problem: {answer.reason}",
-            fix=f"use backend={others[0]!r} or leave the choice to auto" if others else None,
+            where=_asked(problem.op, name),
+            fix=f'choose {others[0]!r}, or leave it to "auto"' if others else None,
         )
     return spec
+
+
+def _asked(op: str, name: str) -> str:
+    """Who named the implementation: a key of the configuration, or the call."""
+    if _policy.ops.get(op) == name:
+        return f"kernels.ops.{op}"
+    return "kernels.default" if op not in _policy.ops and _policy.default == name else f"backend={name!r}"
 
 
 def _find(op: str, name: str) -> KernelSpec:

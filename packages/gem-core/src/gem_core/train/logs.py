@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gem_core.errors import RunWarning
 from gem_core.train.contract import Callback, Results, RunInfo
 from gem_core.train.runfolder import RunFolder
 
@@ -43,6 +44,7 @@ class TensorBoard(Callback):
             warnings.warn(
                 "TensorBoard logs are off: tensorboard is not installed (pip install 'gem-core[log]'); train.tensorboard = false "
                 "silences this",
+                RunWarning,
                 stacklevel=2,
             )
             return

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gem_core.config import Config, Features, ResolvedConfig, load_config, resolve
-from gem_core.errors import CheckpointError, ConfigError
+from gem_core.errors import CheckpointError, ConfigError, DataError
 from gem_core.metrics.slices import SlicedMetrics, record, slicing
 from gem_core.model.contract import Retrieval
 from gem_core.ops import use_policy
@@ -72,7 +72,14 @@ def evaluate_run(
             raise ConfigError("ranks among all items have no slices", where="--by", fix="leave it out for a model that retrieves items")
         tasks, builders = task_names(config.features), metric_builders(config.eval)
         slices = [SlicedMetrics(slicing(b, config.features, run.updated), tasks, builders, config.eval.group) for b in dict.fromkeys(by)]
-        source = build_source(run.resolved, split, rt)
+        try:
+            source = build_source(run.resolved, split, rt)
+        except DataError as error:
+            named = next((b for b in by if f"column {b!r} is missing" in error.what), None)
+            if named is None:
+                raise
+            fix = f"slice by day, warm, warm:FEATURE, a column of the data or one of {', '.join(config.features.sparse)}"
+            raise ConfigError(f"there is nothing called {named!r} to slice by", where=f"--by {named}", fix=fix) from error
         check_hashed(source, run.hashed)
         results, samples = evaluate(parts.module, parts.model, source, config.eval, tasks, rt, slices)
         return Evaluation(run.step, samples, results, rt.main, record(slices))

@@ -193,8 +193,10 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if local_rank >= count:
         raise DeviceError(
-            f"this process is the {local_rank + 1}. on this machine, which has {count} usable CUDA devices",
+            f"this process is the {local_rank + 1}. on this machine, which has {count} usable CUDA devices"
+            if count
+            else "this machine has no usable CUDA device",
             where="run.device",
-            fix='start fewer processes, or set run.device = "cpu"; `gemrec doctor` tells why a device is not usable',
+            fix=f'{"start fewer processes, or " if count else ""}set run.device = "cpu"; `gemrec doctor` tells why a device is not usable',
         )
     return torch.device("cuda", local_rank)

@@ -42,6 +42,9 @@ from gem_core.train.watchdog import Watchdog, lost_contact
 MAX_SKIPPED = 100
 """Consecutive steps with a non-finite loss after which skipping gives up."""
 
+SETTLE_S = 20.0
+"""How long one of several processes that fails waits for a checkpoint that is being written. torchrun kills it after 30 s."""
+
 MAX_SAVED = 10
 """Offending batches kept a run and rank."""
 
@@ -74,7 +77,7 @@ class Trainer:
         policy, stop = use_policy(kernels.default, kernels.ops), StopRequest()
         with ExitStack() as stack:
             joined = stack.enter_context(runtime(self.config))
-            stack.callback(self.folder.release)
+            stack.callback(self._release)
             self.stop, self.choices = stack.enter_context(stop), stack.enter_context(kernel_choices())
             stack.enter_context(policy)
             watch = Watchdog(joined.rank, joined.world, self.config.parallel.timeout_s, self.folder.path)
@@ -93,7 +96,7 @@ class Trainer:
             self._each("on_start")
             return self._finish(self._loop())
         except BaseException as error:
-            if self.runtime.world == 1:  # the writing of several ranks may wait for one that is lost
+            if self.runtime.world == 1:  # several ranks first tell each other, see `_release`
                 self.saver.settle()
             self._each("on_error", error)
             if isinstance(error, torch.OutOfMemoryError):
@@ -105,6 +108,20 @@ class Trainer:
             raise
 
     # Preparation
+
+    def _release(self) -> None:
+        """Let others train in the run folder when nothing is written there any more. The writing of several ranks may wait for one that
+        is lost: for as long as it does, or this process lives, the folder stays locked."""
+        saver = getattr(self, "saver", None)
+        if saver is None or saver.settle(0):
+            self.folder.release()
+            return
+        self._say(f"waiting up to {SETTLE_S:g} s for the checkpoint that is being written")
+        if saver.settle(SETTLE_S):
+            self.folder.release()
+            return
+        self._say(f"the checkpoint is still being written: {self.folder.path} stays locked until it is, or this process has ended")
+        saver.afterwards(self.folder.release)
 
     def _prepare(self) -> None:
         rt, train = self.runtime, self.config.train
@@ -196,9 +213,25 @@ class Trainer:
         lines = [line for describe in told if describe is not None for line in describe()]
         node = os.environ.get("LOCAL_WORLD_SIZE")
         mesh = self.parts.mesh.table(int(node) if node else None) if self.runtime.world > 1 else []
-        for line in (*mesh, *lines):
+        for line in (self._head(), *self._unused(), *mesh, *lines):
             self._say(line)
         return lines
+
+    def _head(self) -> str:
+        """What is trained, on what and for how long."""
+        counts = self.parts.parameter_counts()
+        several = f" x {self.runtime.world} processes" if self.runtime.world > 1 else ""
+        length = f"{self.total:,} steps, " if self.total is not None else ""
+        return (
+            f"{self.config.model.name} on {device_name(self.runtime.device)}{several}, {self.config.precision.recipe}: "
+            f"{counts['dense']:,} parameters, {counts['sparse']:,} in tables; {length}batch size {self.config.data.batch_size:,}"
+        )
+
+    def _unused(self) -> list[str]:
+        """What one process leaves of a file that was written for many."""
+        p = self.config.parallel
+        names = [f"parallel.{axis} = {getattr(p, axis)}" for axis in self.parts.mesh.degrees() if getattr(p, axis) not in (-1, 1)]
+        return [f"one process: {', '.join(names)} not used"] if names and self.runtime.world == 1 else []
 
     def _build_callbacks(self) -> list[Callback]:
         named = {name: manager().find("callback", name).build(options) for name, options in self.resolved.callbacks.items()}
@@ -320,7 +353,7 @@ class Trainer:
         if outcome.bad_loss and self.config.train.nonfinite == "skip" and self.skipped_in_a_row < MAX_SKIPPED:
             self._say(f"step {outcome.step}: the loss is not finite; the step was skipped{kept}")
             return
-        self.saver.settle()
+        self.saver.settle(None if self.runtime.world == 1 else SETTLE_S)
         saved = self.folder.checkpoints.steps()
         raise NumericsError(
             f"the {what} of step {outcome.step} {'is' if outcome.bad_loss else 'are'} not finite"

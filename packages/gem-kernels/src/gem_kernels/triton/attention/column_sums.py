@@ -35,7 +35,9 @@ class ColumnSums:
     def leave(self, dk: Tensor | None, dv: Tensor | None) -> None:
         """Notes the sums with dK and dV."""
         if self._parts is not None and dk is not None and dv is not None:
-            siblings.leave_sums((dk, dv), self._parts.sum(1).flatten())
+            from gem_kernels.triton.common.sums import sum_rows
+
+            siblings.leave_sums((dk, dv), sum_rows(self._parts).flatten())
 
 
 def empty_grads(

@@ -17,8 +17,8 @@ WIDEST = 16384
 PASS_ELEMENTS = 2048
 """What a program of a pass over rows works on."""
 
-SUMMED_BLOCKS = 32
-"""Blocks whose column sums a program of a pass adds up: their partial sums, in fp32, are then a sixtieth of what it moves."""
+MANY_ROWS, SUMMED_BLOCKS = 1 << 15, 16
+"""From so many rows on, programs of a pass add up the columns of so many blocks: their partial sums are a fraction of what they move."""
 
 Saved = tuple[Tensor | None, ...]
 
@@ -97,14 +97,11 @@ def norm_grads(
     info = device_info(x.device)
     dx = torch.empty((rows, c), dtype=x.dtype, device=x.device)
     wanted = (want_weight, want_bias, want_sum)
-    # many programs, as without sums, where those are all that is added up beside the rows
-    passing = not any(wanted) or (dtotal is not None and wanted == (False, False, True))
-    config, each = pass_sizes(c), 0
-    # else at least 4 rows each, since a program's partial sums are as long as a row, in fp32
-    programs = max(1, min(-(-rows // 4), 4 * info.sms))
-    if passing:
-        each = SUMMED_BLOCKS if want_sum else 1
+    config, each = pass_sizes(c), (SUMMED_BLOCKS if rows >= MANY_ROWS else 0) if any(wanted) else 1
+    if each:
         programs = -(-rows // (config["ROWS"] * each))
+    else:  # at least 4 rows each, since a program's partial sums are as long as a row, in fp32
+        programs = max(1, min(-(-rows // 4), 4 * info.sms))
     partial = torch.empty((programs, sum(wanted), c), dtype=torch.float32, device=x.device)
     parts = iter(partial.unbind(1))
     given = [next(parts) if w else None for w in wanted]
@@ -119,7 +116,7 @@ def norm_grads(
             DWEIGHT=want_weight, DBIAS=want_bias, DSUM=want_sum, EACH=each, **config,
         )  # fmt: skip
 
-    if rows and not passing:
+    if rows and not each:
         config = choose("norm.backward", facts(c, x.dtype), info, lambda: _backward_candidates(c), run)
     if rows:
         run(config)
@@ -127,7 +124,8 @@ def norm_grads(
         return dx, None, None, None
     from gem_kernels.triton.common.sums import sum_rows
 
-    sums = iter((sum_rows(partial) if rows else partial.new_zeros(partial.shape[1:])).unbind())
+    found = sum_rows(partial.view(1, programs, -1)) if rows else partial.new_zeros(sum(wanted) * c)
+    sums = iter(found.view(-1, c).unbind())
     dweight, dbias, dsum = (next(sums) if w else None for w in wanted)
     return dx, dweight, dbias, dsum
 

@@ -41,6 +41,12 @@ def norm_fwd_kernel(
     tl.store(y + at, v.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _columns(x, KEPT: tl.constexpr):
+    """What is added to column sums: x itself, or its sums [1, C]."""
+    return x if KEPT else tl.sum(x, 0)[None, :]
+
+
 @triton.jit(do_not_specialize=["rows"])
 def norm_bwd_kernel(
     x, weight, dy, dtotal, mean, rstd, dx, xhat, dweight, dbias, dsum,
@@ -56,10 +62,11 @@ def norm_bwd_kernel(
     """
     c = tl.arange(0, C_PAD)
     scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :] if WEIGHT else 1.0
-    dweight_sum = tl.zeros([C_PAD], tl.float32)
-    dbias_sum = tl.zeros([C_PAD], tl.float32)
-    # by row until the end, since what a warp holds of a column is of few rows; fewer, longer turns have no registers for it
-    dx_sum = tl.zeros([ROWS if EACH else 1, C_PAD], tl.float32)
+    # by row until the end where turns are short, since what a warp holds of a column is of few rows; longer ones have no registers for it
+    KEPT: tl.constexpr = ROWS if EACH else 1
+    dweight_sum = tl.zeros([KEPT, C_PAD], tl.float32)
+    dbias_sum = tl.zeros([KEPT, C_PAD], tl.float32)
+    dx_sum = tl.zeros([KEPT, C_PAD], tl.float32)
     # a loop over one block is none to the compiler
     if EACH:
         blocks, first, step, turns = tl.num_programs(0) * EACH, tl.program_id(0) * EACH, 1, EACH
@@ -80,9 +87,9 @@ def norm_bwd_kernel(
             tl.store(xhat + i[:, None] * C + c[None, :], hat.to(xhat.dtype.element_ty), mask=mask)
         g = tl.load(dy + i[:, None] * stride_dy + c[None, :], mask=mask, other=0.0).to(tl.float32)
         if DWEIGHT:
-            dweight_sum += tl.sum(g * hat, 0)
+            dweight_sum += _columns(g * hat, EACH)
         if DBIAS:
-            dbias_sum += tl.sum(g, 0)
+            dbias_sum += _columns(g, EACH)
         g = g * scale
         d = g - hat * (tl.sum(g * hat, 1) / C)[:, None]
         if LAYER:
@@ -91,13 +98,12 @@ def norm_bwd_kernel(
         if DTOTAL:
             d = d + tl.load(dtotal + i[:, None] * stride_dt + c[None, :], mask=mask, other=0.0).to(tl.float32)
         if DSUM:
-            own = d if C == C_PAD else tl.where((c < C)[None, :], d, 0.0)
-            dx_sum += own if EACH else tl.sum(own, 0)[None, :]
+            dx_sum += _columns(d, EACH)
         tl.store(dx + i[:, None] * C + c[None, :], d.to(dx.dtype.element_ty), mask=mask)
     partial = tl.program_id(0).to(tl.int64) * stride_part + c
     if DWEIGHT:
-        tl.store(dweight + partial, dweight_sum, mask=c < C)
+        tl.store(dweight + partial, tl.sum(dweight_sum, 0), mask=c < C)
     if DBIAS:
-        tl.store(dbias + partial, dbias_sum, mask=c < C)
+        tl.store(dbias + partial, tl.sum(dbias_sum, 0), mask=c < C)
     if DSUM:
         tl.store(dsum + partial, tl.sum(dx_sum, 0), mask=c < C)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gem_core.ops import siblings
 from gem_core.ops.contract import Problem, Supported
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
@@ -119,10 +118,7 @@ def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], ne
     dx = dw = dnorm_weight = dnorm_bias = None
     xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[1] or needs[3] else None
     if needs[0]:
-        grad, through = dy @ fold(w, norm_weight), dtotal is not None and x.dtype in HALF
-        dx, _, _, sums = plain.norm_grads(x, None, grad, dtotal, mean, rstd, False, False, layer, xhat=xhat, want_sum=through)
-        if sums is not None:  # whose rows go on beside a product is the result of one, with a bias
-            siblings.leave_sums([dx], sums)
+        dx = plain.norm_grads(x, None, dy @ fold(w, norm_weight), dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
     elif xhat is not None:
         xhat = plain.forward(problem, x, None, None, None)[0][0]
     db = column_sum(dy) if needs[2] or (norm_bias is not None and (needs[1] or needs[4])) else None

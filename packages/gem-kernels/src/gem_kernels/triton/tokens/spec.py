@@ -77,7 +77,7 @@ def backward(problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, .
     sizes = {**_dims(problem), **_pads(problem), **BACKWARD}
     del sizes["F_PAD"]
     launch(tokens_bwd_kernel, (programs,), x.device, x, weight, dtotal, *given, dx, partial, samples, **sizes)
-    return dx, sum_rows(partial, weight.dtype)
+    return dx, sum_rows(partial.view(1, programs, -1), weight.dtype).view(weight.shape)
 
 
 def specs() -> list[KernelSpec]:

@@ -328,8 +328,10 @@ def test_the_plan_is_told():
     assert "not pipelined" in text
 
 
-def test_pieces_one_after_another() -> None:
-    """Whole tensors, columns of wider ones, empty ones, in any order."""
-    wide, other = torch.arange(20.0).view(4, 5), torch.arange(6.0).view(3, 2)
-    for pieces in ([other, wide[:, :2], wide[:, 2:], wide[0], other[:0]], [wide[:, 1:3]], [other[:0], wide], [wide[:0, 1:3], other]):
-        assert torch.equal(_one_after_another(pieces), torch.cat([p.flatten() for p in pieces]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_one_after_another(dtype: torch.dtype) -> None:
+    """Whole tensors, columns of wider ones, of whole words or not, turned ones, empty ones, in any order."""
+    wide, other = torch.arange(96.0).view(4, 24).to(dtype), torch.arange(6.0).view(3, 2).to(dtype)
+    cases = [other, wide[:, :2], wide[:, 2:], wide[0], other[:0]], [wide[:, 1:3]], [other[:0], wide], [wide[:0, 1:3], other]
+    for pieces in (*cases, [wide[:, :8], wide[:, 8:16], wide[:, 16:]], [other, wide[:, 8:16]], [wide.t()]):
+        assert torch.equal(_one_after_another(list(pieces)), torch.cat([p.flatten() for p in pieces]))

@@ -427,9 +427,18 @@ def _one_after_another(pieces: list[Tensor]) -> Tensor:
             torch.cat(run, out=flat[at : at + size])
             at, run = at + size, []
         if not whole:
-            flat[at : at + piece.numel()].view(piece.shape).copy_(piece)
+            _copy_columns(flat[at : at + piece.numel()].view(piece.shape), piece)
             at += piece.numel()
     return flat
+
+
+def _copy_columns(place: Tensor, piece: Tensor) -> None:
+    """``piece [rows, dim]``, columns of a wider tensor, into ``place``; by words of 8 bytes where both allow it, since a thread copies so
+    many elements, however small these are."""
+    each = 8 // piece.element_size()
+    if piece.stride(1) == 1 and all(n % each == 0 for t in (place, piece) for n in (t.shape[1], t.stride(0), t.storage_offset())):
+        place, piece = place.view(torch.int64), piece.view(torch.int64)
+    place.copy_(piece)
 
 
 def _joined(flat: Tensor, ranges: list[tuple[int, int]]) -> Tensor:

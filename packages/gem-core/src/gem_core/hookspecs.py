@@ -176,7 +176,7 @@ class LadderSpec:
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric: ``build(config) -> gem_core.metrics.Metric`` (update, merge, compute over a whole evaluation set)."""
+    """A metric: ``build(config)`` gets the ``[eval]`` section and returns a fresh `gem_core.metrics.contract.Metric`, one a task."""
 
     kind: ClassVar[str] = "metric"
     name: str

@@ -23,7 +23,7 @@ from gem_core.config import load_config
 from gem_core.errors import CheckpointError, RunError
 from gem_core.export.package import export_run
 from gem_core.testing.strategies import run_processes
-from gem_core.train import runfolder, train
+from gem_core.train import runlock, train
 from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.export import write_embeddings
 from gem_core.train.offline import evaluate_run
@@ -48,7 +48,6 @@ import os, sys, torch
 torch.set_num_threads(1)
 from gem_core.config import load_config
 from gem_core.train.trainer import Trainer
-from gem_core.train.contract import Callback
 
 class Tell(Callback):
     def on_step(self, run, record):
@@ -378,7 +377,7 @@ def test_overwriting_that_is_killed_leaves_a_folder_that_can_be_overwritten(conf
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
 def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how, monkeypatch):
     """A job that was started twice: the second one ends, and takes nothing from the first."""
-    monkeypatch.setattr(runfolder, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(runlock, "PATIENCE_S", 0.3)
     train(started(config, "train.steps=4"), run_dir=tmp_path / "run", quiet=True)
     other = RunFolder(tmp_path / "run")
     other.hold()
@@ -394,11 +393,11 @@ def test_two_processes_do_not_train_in_one_folder(config, tmp_path, how, monkeyp
 
 def test_a_run_folder_is_left_though_a_process_has_inherited_its_lock(tmp_path, monkeypatch):
     """As one does that was forked meanwhile, a callback's, say."""
-    monkeypatch.setattr(runfolder, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(runlock, "PATIENCE_S", 0.3)
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.hold()
-    assert first._lock is not None
-    child = subprocess.Popen(["sleep", "30"], pass_fds=[first._lock])
+    assert first.lock._folder is not None
+    child = subprocess.Popen(["sleep", "30"], pass_fds=[first.lock._folder])
     try:
         first.release()
         second.hold()
@@ -461,3 +460,17 @@ def _abort(rank: int, world: int, argument: None) -> None:
 def test_the_strategy_kit_tells_of_a_process_that_was_killed(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"(?s)rank 1: ended with exit code -6\n.*in _abort\n"):
         run_processes(2, _abort, None, tmp_path, timeout=60)
+
+
+def test_what_an_old_process_still_writes_is_in_nobodys_way(tmp_path):
+    """A process of a run that has failed may write on for a while: into a folder of its own, which never becomes a checkpoint."""
+    old, new = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    parts = {"model": {"w": torch.ones(2)}}
+    begun = old.begin(4)
+    (begun / "model.safetensors").write_bytes(b"half")
+    new.save(4, meta={}, parts=parts, shared={}, ranks=[{}])
+    assert not begun.exists()
+    with pytest.raises(CheckpointError, match="step 4 could not be written: .* was removed meanwhile"):
+        old.publish(4, begun, meta={"format": 1}, files={}, shared={}, ranks=[{}])
+    assert new.problem(4) is None
+    assert torch.equal(new.latest()[0].tensors("model")["w"], torch.ones(2))

@@ -1,6 +1,6 @@
 """Checkpoints: a folder ``checkpoints/step-N`` of tensor files and JSON, published at once or not at all.
 
-A checkpoint is written to ``.tmp-step-N``, flushed to the disk, renamed, and only then named in the file ``latest``; whatever kills
+A checkpoint is written to ``.tmp-step-N-…``, flushed to the disk, renamed, and only then named in the file ``latest``; whatever kills
 the process, the previous one stays usable. Names of tensors are canonical: ``model.<parameter>``, ``optimizer.<parameter>.<state>``,
 ``tables.<table>.weight`` and ``tables.<table>.accumulator``, whatever strategy held them. Nothing is unpickled when one is read.
 
@@ -10,9 +10,11 @@ by all, a file a process (format 2, `gem_core.train.storage`). Either can be loa
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -99,21 +101,26 @@ class CheckpointStore:
         folder = self.begin(step)
         with self._whole_or_not_at_all(step, folder):
             files = {f"{part}.safetensors": write_tensors(folder / f"{part}.safetensors", tensors) for part, tensors in parts.items()}
-        return self.publish(step, meta={**meta, "format": WHOLE}, files=files, shared=shared, ranks=ranks)
+        return self.publish(step, folder, meta={**meta, "format": WHOLE}, files=files, shared=shared, ranks=ranks)
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the tensors of ``step`` into, not seen by readers; `publish` makes it a checkpoint."""
-        folder = self.directory / f".tmp-step-{step}"
+        """An empty folder to write the tensors of ``step`` into, not seen by readers; `publish` makes it a checkpoint. No other save has
+        its name: a process of a run that has failed may still write the same step."""
+        folder = self.directory / f".tmp-step-{step}-{uuid.uuid4().hex[:8]}"
         with self._whole_or_not_at_all(step, folder):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
             folder.mkdir()
         return folder
 
-    def publish(self, step: int, *, meta: Mapping[str, Any], files: Mapping[str, Written], shared: Any, ranks: Sequence[Any]) -> Path:
-        """Add the states, and make the folder of `begin` the newest checkpoint. ``files``: the tensor files in it."""
-        final, folder = self.path(step), self.directory / f".tmp-step-{step}"
+    def publish(
+        self, step: int, folder: Path, *, meta: Mapping[str, Any], files: Mapping[str, Written], shared: Any, ranks: Sequence[Any]
+    ) -> Path:
+        """Add the states, and make ``folder``, that of `begin`, the newest checkpoint. ``files``: the tensor files in it."""
+        final = self.path(step)
         with self._whole_or_not_at_all(step, folder):
+            if not folder.is_dir():
+                raise FileNotFoundError(errno.ENOENT, f"{folder.name} was removed meanwhile, by another process that saves here")
             written = dict(files)
             for name, state in {"shared": shared, **{f"rank-{rank}": state for rank, state in enumerate(ranks)}}.items():
                 written |= save_packed(folder / name, state)
@@ -274,8 +281,10 @@ class CheckpointStore:
                     shutil.rmtree(path)
                 else:
                     path.rename(published)
+            elif path.name.startswith(".tmp-") and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)  # what is still written into goes with the next save
             elif path.name.startswith(".tmp-"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.unlink()
 
     def _retain(self) -> None:
         kept = {self._pointed("latest"), self._pointed("best")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -12,9 +11,8 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +26,7 @@ from gem_core.metrics.contract import result_record
 from gem_core.plugins import manager
 from gem_core.train.checkpoint import CheckpointStore, replace_file
 from gem_core.train.contract import Results, RunInfo
+from gem_core.train.runlock import RunLock
 
 SUMMARY_METRICS = ("ne", "auc", "logloss", "calibration", "gauc", "bayes_ne")
 
@@ -35,9 +34,6 @@ _log = logging.getLogger(__name__)
 
 FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
 """Sections that may change when a run is resumed; the others say what the parameters mean."""
-
-PATIENCE_S = 15.0
-"""Seconds in which a process that was just killed, and the loaders that it leaves behind, may still let go of the run folder."""
 
 
 class RunFolder:
@@ -55,7 +51,7 @@ class RunFolder:
         self.nonfinite = path / "nonfinite"
         self.fitted = path / "fitted.json"
         self.checkpoints = CheckpointStore(path / "checkpoints", keep)
-        self._lock: int | None = None
+        self.lock = RunLock(path)
 
     def check(self, resume: bool, overwrite: bool) -> bool:
         """Whether there is a checkpoint to continue from. Changes nothing but what an interrupted save of a checkpoint left behind.
@@ -108,7 +104,7 @@ class RunFolder:
         :raises CheckpointError: another process trains in it, or has since `check` found it empty.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        was_empty = self._lock is None
+        was_empty = not self.lock.held
         self.hold()
         if was_empty and self.config.is_file():
             self.release()
@@ -117,7 +113,7 @@ class RunFolder:
         if not resume:
             # the header last: it is what tells that the rest is a run's
             for path in sorted(self.path.iterdir(), key=lambda p: p == self.header):
-                if path != self.config:
+                if path not in (self.config, self.lock.file):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if not (resume and self.config.is_file()):
             self.write_config(config)
@@ -125,32 +121,13 @@ class RunFolder:
     def hold(self) -> None:
         """Until `release`, or the end of this process however it comes, nobody else can train here: they would save over each other.
 
-        :raises CheckpointError: another process does. A file system without locks keeps nobody out.
+        :raises CheckpointError: another process does.
         """
-        if self._lock is not None:
-            return
-        self._lock = os.open(self.path, os.O_RDONLY)
-        end = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(0.1)
-                    continue
-                self.release()
-                fix = "wait until it has ended, or give another folder: --run-dir"
-                raise CheckpointError("another process trains in this run folder", where=str(self.path), fix=fix) from None
-            except OSError as error:
-                return _log.info("%s cannot be locked against other trainings: %s", self.path, error.strerror)
+        self.lock.hold()
 
     def release(self) -> None:
         """Let others train here."""
-        if self._lock is not None:
-            with suppress(OSError):  # a process that was forked meanwhile holds it too, and closing would leave it locked
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            self._lock = None
+        self.lock.release()
 
     def write_config(self, config: Config) -> None:
         replace_file(self.config, dump_toml(config))

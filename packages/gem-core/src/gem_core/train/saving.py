@@ -65,10 +65,24 @@ class Saver:
             self._preparing = threading.Thread(target=self._allocate, args=(held, self._preparing), name="checkpoint memory", daemon=True)
             self._preparing.start()
 
-    def settle(self) -> None:
-        """Let a background save end, whatever comes of it: for a run that fails while its last checkpoint is being written."""
-        if self._running is not None:
-            self._running.join()
+    def settle(self, patience_s: float | None = None) -> bool:
+        """Let a background save end, whatever comes of it: for a run that fails while its last checkpoint is being written. False: it has
+        not after ``patience_s``, as when it waits for a process that is lost."""
+        if self._running is None:
+            return True
+        self._running.join(patience_s)
+        return not self._running.is_alive()
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Do something when the background save under way has ended, in a thread; if this process ends before, it is not done."""
+        running = self._running
+        assert running is not None
+
+        def wait() -> None:
+            running.join()
+            action()
+
+        threading.Thread(target=wait, name="after the checkpoint", daemon=True).start()
 
     def finished(self) -> Path | None:
         """The path of a background save that has ended since the last call, once.
@@ -140,7 +154,7 @@ class Saver:
         folder = self._on_main(lambda: self.store.begin(step))
         files = storage.write(folder, held, self.runtime.rank, self._group)
         meta = {**record["meta"], "format": SHARDED}
-        return self._on_main(lambda: self.store.publish(step, files=files, **{**record, "meta": meta}))
+        return self._on_main(lambda: self.store.publish(step, folder, files=files, **{**record, "meta": meta}))
 
     def _on_main(self, action: Callable[[], Path]) -> Path:
         return self.runtime.on_main(action, self._group)

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "activation count": (point(activation=("gelu", "silu")), "2 activations were given for 4 heads"),
     "activation object": (point(activation=torch.relu), "chosen by name"),
     "block size": (block(block_size=0), "block_size is 0"),
-    "block rows": (block(v=K[:4]), "q, k, v have 5, 5, 4 rows"),
+    "block rows": (block(k=K[:4], v=K[:4]), "q has 5 rows, k and v have 4"),
     "rotary rows alone": (block(rotary_rows=ints(0, 1, 2, 0, 1)), "rotary_rows is given without rotary"),
     "rotary odd": (block(q=Q[:, :, :7], k=K[:, :, :7], v=K[:, :, :7], rotary=(ANGLES, ANGLES)), "rotary needs even D = Dv, got 7 and 7"),
     "rotary width": (block(rotary=(ANGLES[:, :3], ANGLES)), "rotary cos has 3 columns, not D/2 = 4"),

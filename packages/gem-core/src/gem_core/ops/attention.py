@@ -186,22 +186,7 @@ def _check_shapes(
     broadcast_q: bool,
     kv_index: Tensor | None,
 ) -> None:
-    checks.check_tensor(op, "q", q, 3, "[Nq, H, D]")
-    checks.check_tensor(op, "k", k, 3, "[Nk, Hkv, D]")
-    checks.check_tensor(op, "v", v, 3, "[Nk, Hkv, Dv]")
-    checks.require(q.shape[2] == k.shape[2], op, "k", "q has head width {}, k has {}", q.shape[2], k.shape[2])
-    checks.require(k.shape[0] == v.shape[0], op, "v", "k has {} rows, v has {}", k.shape[0], v.shape[0])
-    checks.require(k.shape[1] == v.shape[1], op, "v", "k has {} heads, v has {}", k.shape[1], v.shape[1])
-    heads, kv_heads = q.shape[1], k.shape[1]
-    checks.require(
-        kv_heads > 0 and heads % kv_heads == 0,
-        op,
-        "k",
-        "q has {} heads, k has {}",
-        heads,
-        kv_heads,
-        fix="the heads of q are a multiple of k's",
-    )
+    checks.check_qkv(op, q, k, v)
     target_k, target_v = (None, None) if target_kv is None else target_kv
     checks.check_float(op, q=q, k=k, v=v, target_k=target_k, target_v=target_v)
     if not broadcast_q:

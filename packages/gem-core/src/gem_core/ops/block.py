@@ -59,22 +59,9 @@ def block_attention(
 def _check_shapes(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, rotary: tuple[Tensor, Tensor] | None, rotary_rows: Tensor | None
 ) -> None:
-    checks.check_tensor(OP, "q", q, 3, "[N, H, D]")
-    checks.check_tensor(OP, "k", k, 3, "[N, Hkv, D]")
-    checks.check_tensor(OP, "v", v, 3, "[N, Hkv, Dv]")
+    checks.check_qkv(OP, q, k, v)
+    checks.require(q.shape[0] == k.shape[0], OP, "k", "q has {} rows, k and v have {}", q.shape[0], k.shape[0])
     checks.check_float(OP, q=q, k=k, v=v)
-    checks.require(q.shape[0] == k.shape[0] == v.shape[0], OP, "k", "q, k, v have {}, {}, {} rows", q.shape[0], k.shape[0], v.shape[0])
-    checks.require(q.shape[2] == k.shape[2], OP, "k", "q has head width {}, k has {}", q.shape[2], k.shape[2])
-    checks.require(k.shape[1] == v.shape[1], OP, "v", "k has {} heads, v has {}", k.shape[1], v.shape[1])
-    checks.require(
-        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
-        OP,
-        "k",
-        "q has {} heads, k has {}",
-        q.shape[1],
-        k.shape[1],
-        fix="the heads of q are a multiple of k's",
-    )
     checks.check_offsets_arg(OP, "offsets", offsets, q)
     checks.require(block_size >= 1, OP, "block_size", "block_size is {}", block_size, fix="64 or 128 suit the hardware")
     if rotary is None:

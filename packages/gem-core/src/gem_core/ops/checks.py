@@ -46,6 +46,18 @@ def check_float(op: str, **tensors: Tensor | None) -> None:
             raise OpError(f"{op}: {name} is on {t.device}, {first[0]} on {first[1].device}", where=name, fix="move them to one device")
 
 
+def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """``q [Nq, H, D]``, ``k [Nk, Hkv, D]``, ``v [Nk, Hkv, Dv]``; H is a multiple of Hkv."""
+    check_tensor(op, "q", q, 3, "[Nq, H, D]")
+    check_tensor(op, "k", k, 3, "[Nk, Hkv, D]")
+    check_tensor(op, "v", v, 3, "[Nk, Hkv, Dv]")
+    require(q.shape[2] == k.shape[2], op, "k", "q has head width {}, k has {}", q.shape[2], k.shape[2])
+    require(k.shape[0] == v.shape[0], op, "v", "k has {} rows, v has {}", k.shape[0], v.shape[0])
+    require(k.shape[1] == v.shape[1], op, "v", "k has {} heads, v has {}", k.shape[1], v.shape[1])
+    divides, fix = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, "the heads of q are a multiple of k's"
+    require(divides, op, "k", "q has {} heads, k has {}", q.shape[1], k.shape[1], fix=fix)
+
+
 def check_index(op: str, name: str, t: object, like: Tensor, shape: str) -> None:
     """``t`` is a 1-D int32 or int64 tensor on the device of ``like``."""
     check_tensor(op, name, t, 1, shape)

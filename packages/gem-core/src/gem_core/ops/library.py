@@ -224,7 +224,7 @@ def _define_backward(definition: OpDefinition) -> None:
         grads: list[Any] = [t if need else None for t, need in zip(result, needs)]
         together = _ranges(args[-1])
         siblings_of_one = siblings.place(together, grads)
-        if together == [range(3)] and (total := definition.weights(named, decode(spec))) is not None:
+        if together == [range(3)] and isinstance(dout, Tensor) and (total := definition.weights(named, decode(spec))) is not None:
             siblings.leave_softmax_sums(grads[:3], dout, total)
         return _plain([t if i in siblings_of_one else _dense(t, like) for i, t in enumerate(grads)])
 

@@ -8,6 +8,8 @@ the bag's own reads only; nothing is added atomically::
     reads   | a a | b b b b b b b b b b b b b b b b b | c |      CHUNK = 4, f = 2
     slots      0         1         2         3                   b: 0 (reads 2-5), 1 (6-9), 2 (10-13), 3 (14-18)
 
+The passes over slots look at ``GROUP`` of them at a time, since with ids drawn alike none has an owner.
+
 This module needs Triton; import it where a kernel starts.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 BAGS = 16
 CHUNK = 64
+GROUP = 8
 PIECES, COLUMNS = 128, 32
 """Partial sums and columns that a program of the second pass adds at a time."""
 
@@ -29,76 +32,79 @@ def bag_sums_kernel(
     values, rows, offsets, weights, out, bags, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BAGS: tl.constexpr, CHUNK: tl.constexpr, WEIGHTED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """Short bags; long ones are left as if they were empty."""
     bag = tl.cast(tl.program_id(0), tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.arange(0, WIDTH)
     here = bag < bags
     first = tl.load(offsets + bag, mask=here, other=0)
     last = tl.load(offsets + bag + 1, mask=here, other=0)
-    short = here & (last - first < CHUNK) if SPLIT else here
-    stop = tl.where(short, last, first)
+    if SPLIT:
+        last = tl.where(last - first < CHUNK, last, first)
     total = tl.zeros([BAGS, WIDTH], dtype=tl.float32)
-    for i in range(tl.max(stop - first, 0)):
-        inside = first + i < stop
+    for i in range(tl.max(last - first, 0)):
+        inside = first + i < last
         row = tl.load(rows + first + i, mask=inside, other=0)
         read = inside[:, None] & (column < DIM)[None, :]
         value = tl.load(values + row[:, None] * DIM + column[None, :], mask=read, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + first + i, mask=inside, other=0.0)[:, None]
         total += value
-    written = short[:, None] & (column < DIM)[None, :]
+    written = here[:, None] & (column < DIM)[None, :]
     tl.store(out + bag[:, None] * DIM + column[None, :], (total * scale).to(out.dtype.element_ty), mask=written)
 
 
 @triton.jit
-def bag_sums_slots_kernel(offsets, slots, bags, BAGS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+def bag_sums_slots_kernel(offsets, owners, heads, bags, BAGS: tl.constexpr, CHUNK: tl.constexpr):
+    """Which long bag each slot belongs to, and whose first slot it is."""
     bag = tl.cast(tl.program_id(0), tl.int64) * BAGS + tl.arange(0, BAGS)
     first = tl.load(offsets + bag, mask=bag < bags, other=0)
-    last = tl.load(offsets + bag + 1, mask=bag < bags, other=0)
-    chunks = (last - first) // CHUNK
-    for start in range(0, tl.max(chunks, 0), SLOTS):  # a bag of a million reads has thousands
-        chunk = start + tl.arange(0, SLOTS)
-        slot = (first // CHUNK)[:, None] + chunk[None, :]
-        tl.store(slots + slot, tl.broadcast_to(bag[:, None], [BAGS, SLOTS]), mask=chunk[None, :] < chunks[:, None])
+    chunks = (tl.load(offsets + bag + 1, mask=bag < bags, other=0) - first) // CHUNK
+    most = tl.max(chunks, 0)
+    if most > 0:
+        tl.store(heads + first // CHUNK, bag, mask=chunks > 0)
+        for i in range(most):
+            tl.store(owners + first // CHUNK + i, bag, mask=i < chunks)
 
 
 @triton.jit
 def bag_sums_chunk_kernel(
-    values, rows, offsets, weights, slots, partial,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr, CHUNK: tl.constexpr, WEIGHTED: tl.constexpr,
+    values, rows, offsets, weights, owners, partial,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.cast(tl.program_id(0), tl.int64)
-    bag = tl.load(slots + slot)
-    if bag >= 0:
-        first, last = tl.load(offsets + bag), tl.load(offsets + bag + 1)
-        chunk = slot - first // CHUNK
-        start = first + chunk * CHUNK
-        stop = tl.where(chunk == (last - first) // CHUNK - 1, last, start + CHUNK)
-        column = tl.arange(0, WIDTH)
-        total = tl.zeros([READS, WIDTH], dtype=tl.float32)
-        for i in range(start, stop, READS):
-            read = i + tl.arange(0, READS)
-            row = tl.load(rows + read, mask=read < stop, other=0)
-            inside = (read < stop)[:, None] & (column < DIM)[None, :]
-            value = tl.load(values + row[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                value *= tl.load(weights + read, mask=read < stop, other=0.0)[:, None]
-            total += value
-        tl.store(partial + slot * DIM + column, tl.sum(total, 0), mask=column < DIM)
+    group = tl.cast(tl.program_id(0), tl.int64) * GROUP
+    if tl.max(tl.load(owners + group + tl.arange(0, GROUP)), 0) >= 0:
+        for slot in range(group, group + GROUP):
+            bag = tl.load(owners + slot)
+            if bag >= 0:
+                first, last = tl.load(offsets + bag), tl.load(offsets + bag + 1)
+                chunk = slot - first // CHUNK
+                start = first + chunk * CHUNK
+                stop = tl.where(chunk == (last - first) // CHUNK - 1, last, start + CHUNK)
+                column = tl.arange(0, WIDTH)
+                total = tl.zeros([READS, WIDTH], dtype=tl.float32)
+                for i in range(start, stop, READS):
+                    read = i + tl.arange(0, READS)
+                    row = tl.load(rows + read, mask=read < stop, other=0)
+                    inside = (read < stop)[:, None] & (column < DIM)[None, :]
+                    value = tl.load(values + row[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+                    if WEIGHTED:
+                        value *= tl.load(weights + read, mask=read < stop, other=0.0)[:, None]
+                    total += value
+                tl.store(partial + slot * DIM + column, tl.sum(total, 0), mask=column < DIM)
 
 
 @triton.jit
 def bag_sums_join_kernel(
-    offsets, slots, partial, out, count, scale,
-    DIM: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    offsets, heads, partial, out, scale,
+    DIM: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    group = tl.cast(tl.program_id(0), tl.int64) * GROUP
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for at in range(tl.program_id(0), count, tl.num_programs(0)):
-        slot = tl.cast(at, tl.int64)
-        bag = tl.load(slots + slot)
-        if bag >= 0:
-            first, last = tl.load(offsets + bag), tl.load(offsets + bag + 1)
-            if slot == first // CHUNK:
-                chunks = (last - first) // CHUNK
+    if tl.max(tl.load(heads + group + tl.arange(0, GROUP)), 0) >= 0:
+        for slot in range(group, group + GROUP):
+            bag = tl.load(heads + slot)
+            if bag >= 0:
+                chunks = (tl.load(offsets + bag + 1) - tl.load(offsets + bag)) // CHUNK
                 total = tl.zeros([PIECES, COLUMNS], dtype=tl.float32)
                 for i in range(0, chunks, PIECES):
                     piece = i + tl.arange(0, PIECES)
@@ -113,17 +119,19 @@ def bag_sums(values: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | No
 
     ``values [N, D]``, ``rows [V]`` int64, ``offsets [S+1]`` int64, ``weights [V]`` fp32.
     """
-    bags, dim, slots = offsets.numel() - 1, values.shape[1], rows.numel() // CHUNK
+    bags, dim, groups = offsets.numel() - 1, values.shape[1], triton.cdiv(rows.numel() // CHUNK, GROUP)
     out = values.new_empty(bags, dim, dtype=dtype)
     width, values, weighted = triton.next_power_of_2(dim), values.contiguous(), weights is not None
     read = (values, rows, offsets, weights if weighted else values)
     sizes = {"DIM": dim, "WIDTH": width, "CHUNK": CHUNK, "WEIGHTED": weighted}
     with torch.cuda.device_of(values):
-        bag_sums_kernel[(triton.cdiv(bags, BAGS),)](*read, out, bags, scale, BAGS=BAGS, SPLIT=slots > 0, **sizes)
-        if slots:
-            owner, partial = rows.new_full((slots,), -1), values.new_empty(slots, dim, dtype=torch.float32)
-            bag_sums_slots_kernel[(triton.cdiv(bags, 64),)](offsets, owner, bags, BAGS=64, SLOTS=32, CHUNK=CHUNK)
-            bag_sums_chunk_kernel[(slots,)](*read, owner, partial, READS=max(1, min(32, 4096 // width)), **sizes)
-            programs = (min(slots, 1024), triton.cdiv(dim, COLUMNS))
-            bag_sums_join_kernel[programs](offsets, owner, partial, out, slots, scale, DIM=dim, PIECES=PIECES, COLUMNS=COLUMNS, CHUNK=CHUNK)
+        bag_sums_kernel[(triton.cdiv(bags, BAGS),)](*read, out, bags, scale, BAGS=BAGS, SPLIT=groups > 0, **sizes)
+        if groups:
+            owners, heads = rows.new_full((2, groups * GROUP), -1)
+            bag_sums_slots_kernel[(triton.cdiv(bags, 256),)](offsets, owners, heads, bags, BAGS=256, CHUNK=CHUNK)
+            partial = values.new_empty(groups * GROUP, dim, dtype=torch.float32)
+            bag_sums_chunk_kernel[(groups,)](*read, owners, partial, READS=max(1, min(32, 4096 // width)), GROUP=GROUP, **sizes)
+            bag_sums_join_kernel[(groups, triton.cdiv(dim, COLUMNS))](
+                offsets, heads, partial, out, scale, DIM=dim, PIECES=PIECES, COLUMNS=COLUMNS, CHUNK=CHUNK, GROUP=GROUP
+            )
     return out

@@ -146,9 +146,9 @@ def main() -> int:
     more = [(c, b) for c in (32, 64, 128, 256) for b in (8, 16) if (c, b) != (chunk, bags)] if args.tune else []
     todo: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = []
     todo += [("sums", lambda k=k: sums(k, torch.bfloat16, variants)) for k in kinds]
-    todo += [("update", lambda k=k: updates(k, chunk)) for k in kinds]
     todo += [("sums", lambda k=k: sums(k, torch.bfloat16, more)) for k in kinds if more]
     todo += [("sums", lambda k=k: sums(k, torch.float32, variants[:1])) for k in kinds]
+    todo += [("update", lambda k=k: updates(k, chunk)) for k in kinds]
     for section, work in todo:
         if time.monotonic() - begun > args.seconds:
             print("time is up: not everything was measured", flush=True)

@@ -101,11 +101,7 @@ def _install(session: nox.Session, packages: tuple[str, ...], *tools: str) -> No
     """The packages, editable, with their needs and ``tools``."""
     pins = _install_torch(session)
     session.install(*BUILD_TOOLS)
-    editable = [word for name in packages for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write("\n".join(pins))
-        constraints.flush()
-        session.install("--no-build-isolation", "-c", constraints.name, *editable, *tools)
+    session.install("--no-build-isolation", *_constrained(session, pins), *_editable(packages), *tools)
 
 
 def _install_torchrec(session: nox.Session, release: str | None = None) -> None:
@@ -169,7 +165,7 @@ def tests_package(session: nox.Session, package: str) -> None:
         _install(session, ("gem-core", package), *TEST_TOOLS)
         _install_torchrec(session)
     else:
-        _install(session, tuple(dict.fromkeys(("gem-core", package))), *TEST_TOOLS, *TEST_NEEDS.get(package, ()))
+        _install(session, _with_core(package), *TEST_TOOLS, *TEST_NEEDS.get(package, ()))
     session.run("python", "-m", "pytest", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
@@ -180,17 +176,16 @@ def isolated(session: nox.Session, package: str) -> None:
     pins = _install_torch(session)
     session.install("build", *BUILD_TOOLS)
     with tempfile.TemporaryDirectory() as folder:
-        for name in dict.fromkeys(("gem-core", package)):
+        for name in _with_core(package):
             session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, f"packages/{name}", silent=True)
         wheels = [str(w) for w in Path(folder).glob("*.whl")]
-        constraints = Path(folder, "constraints.txt")
-        constraints.write_text("\n".join(pins))
+        constraints = _constrained(session, pins)
         session.install("--force-reinstall", "--no-deps", *wheels)
-        session.install("-c", str(constraints), *wheels, *TEST_TOOLS)
+        session.install(*constraints, *wheels, *TEST_TOOLS)
         if package == "gem-parallel":
             _install_torchrec(session)
         else:
-            session.install("-c", str(constraints), *TEST_NEEDS.get(package, ()), "pytest")
+            session.install(*constraints, *TEST_NEEDS.get(package, ()), "pytest")
     session.run("gemrec", "plugins")
     session.run("python", "-m", "pytest", "-n", "2", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
@@ -225,11 +220,10 @@ def minimums(session: nox.Session, package: str) -> None:
 
     torch stays at the version of the other sessions; `compat` runs the oldest one.
     """
-    pins = [*_install_torch(session), *(f"{name}=={version}" for name, version in _lowest(("gem-core", package)).items())]
+    pins = [*_install_torch(session), *(f"{name}=={version}" for name, version in _lowest(_with_core(package)).items())]
     session.install(*BUILD_TOOLS)
-    editable = [word for name in dict.fromkeys(("gem-core", package)) for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
     needs = () if package == "gem-parallel" else TEST_NEEDS.get(package, ())
-    session.install("--no-build-isolation", *_constrained(session, pins), *editable, *TEST_TOOLS, *needs)
+    session.install("--no-build-isolation", *_constrained(session, pins), *_editable(_with_core(package)), *TEST_TOOLS, *needs)
     session.run("python", "-m", "pytest", "-n", "2", "-W", "default", f"packages/{package}/tests", *session.posargs, env=QUIET_THREADS)
 
 
@@ -242,8 +236,7 @@ def compat(session: nox.Session) -> None:
     except CommandFailed:
         session.install(f"torch=={oldest}")  # runs on the CPU as well
     session.install(*BUILD_TOOLS)
-    editable = [word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
-    session.install("--no-build-isolation", *_constrained(session, [f"torch=={oldest}"]), *editable, *TEST_TOOLS, *PEERS)
+    session.install("--no-build-isolation", *_constrained(session, [f"torch=={oldest}"]), *_editable(PACKAGES), *TEST_TOOLS, *PEERS)
     _install_torchrec(session, _release(oldest))
     session.run("python", "-m", "pytest", "-n", "2", *(session.posargs or ["packages"]), env=QUIET_THREADS)
 
@@ -338,6 +331,15 @@ def lint(session: nox.Session) -> None:
     session.run("python", "-m", "mypy", *map(str, Path("docs/examples").glob("*/src")))
 
 
+def _with_core(package: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(("gem-core", package)))
+
+
+def _editable(packages: tuple[str, ...]) -> list[str]:
+    """pip's words for ``packages`` as they are here."""
+    return [word for name in packages for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")]
+
+
 def _constrained(session: nox.Session, pins: list[str]) -> tuple[str, str]:
     """pip's option that holds ``pins``."""
     path = Path(session.create_tmp(), "constraints.txt")
@@ -389,7 +391,6 @@ def _mixed(session: nox.Session, released: tuple[str, ...]) -> None:
     pins = _install_torch(session)
     session.install(*BUILD_TOOLS)
     with tempfile.TemporaryDirectory() as folder:
-        wheels = []
         for name in PACKAGES:
             source = Path("packages", name)
             if name in released:
@@ -413,7 +414,7 @@ def _passes_alone(session: nox.Session, package: str) -> bool:
     """Whether the tests of ``package`` pass in an environment of its wheel, the core's, and what these declare."""
     where = Path(session.create_tmp(), f"alone-{package}")
     also = [need.partition("==")[0] for need in (*TEST_TOOLS, *TEST_NEEDS.get(package, ()))]
-    folders = [f"packages/{name}" for name in dict.fromkeys(("gem-core", package))]
+    folders = [f"packages/{name}" for name in _with_core(package)]
     try:
         session.run("python", "tests/isolate.py", str(where), *folders, "--with", *also)
         python = str(where / "bin" / "python")

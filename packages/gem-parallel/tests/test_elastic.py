@@ -25,18 +25,24 @@ CONFIG = {
 }  # fmt: skip
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from gem_core.cli import main
 from gem_core.train import trainer
 from gem_core.train.contract import Callback
 
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-step = {("0", "1"): 8, ("1", "0"): 14}.get((attempt, rank)) if sys.argv.pop(1) == "kill" else None
+step, saved = {("0", "1"): (8, 5), ("1", "0"): (14, 10)}.get((attempt, rank), (None, None))
+kills = sys.argv.pop(1) == "kill"
 print("attempt", attempt, "of rank", rank, flush=True)
 
 class Kill(Callback):
     def on_step(self, run, record):
-        if run.step == step:
+        if kills and run.step == step:
+            latest, end = run.directory / "checkpoints" / "latest", time.monotonic() + 60
+            # It is written in the background: what is lost otherwise depends on the disk.
+            while not (latest.is_file() and latest.read_text() == f"step-{saved}\\n"):
+                assert time.monotonic() < end
+                time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
 
 before = trainer.Trainer._build_callbacks

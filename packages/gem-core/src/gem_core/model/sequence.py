@@ -69,7 +69,7 @@ class Pffn(nn.Module):
         options = {"activation": self.config.activation, "scale_in": self.scale_in, "scale_out": self.scale_out}
         bounds = {"max_q_len": rows.max_length, "max_k_len": self.keys}
         if self.q is None or self.out is None:
-            return ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds).flatten(1)
+            return siblings.flat(ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds))
         q, s = self.q(s, through=True)
         o = ops.gdpa(q.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision)
         return added_linear(self.out, o.flatten(1), s, self.dropout)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gem_core.ops import activations, attention, checks, library
+from gem_core.ops import activations, attention, checks, library, meeting
 from gem_core.ops.activations import Activation
 from gem_core.ops.attention_reference import Saved, compute_dtype
 from gem_core.ops.contract import Problem
@@ -77,7 +77,10 @@ def norm_gdpa(
     options = [("activation", name), ("scale_in", float(scale_in)), ("scale_out", float(scale_out)), ("eps", float(eps))]
     tensors = (q, k, v, q_offsets, k_offsets)
     sizes = bound(OP, "max_q_len", max_q_len), bound(OP, "max_k_len", max_k_len)
-    return torch.ops.gem.norm_gdpa.default(*tensors, *sizes, finish(OP, tensors, options, backend))[0]
+    out, *stats = torch.ops.gem.norm_gdpa.default(*tensors, *sizes, finish(OP, tensors, options, backend))
+    if out.requires_grad and not torch.compiler.is_compiling():
+        meeting.note_made(out, meeting.Made(q.detach(), q_offsets, *stats))
+    return out  # type: ignore[no-any-return]
 
 
 def _samples(q_offsets: Tensor, k_offsets: Tensor) -> Iterator[tuple[slice, slice]]:

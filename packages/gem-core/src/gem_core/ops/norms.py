@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gem_core.errors import OpError
-from gem_core.ops import checks, library
+from gem_core.ops import checks, library, meeting
 from gem_core.ops.attention_reference import Saved, compute_dtype
 from gem_core.ops.contract import Problem
 from gem_core.ops.contracts import LINEAR_NORM, NORM, NORM_LINEAR
@@ -106,7 +106,7 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, spec: str) -> Any:
         y, _, mean, rstd = torch.ops.gem.norm_linear.default(x, w, b, norm_weight, norm_bias, None, spec)
-        ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, rstd)
+        ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, rstd, *(meeting.made_of(x) or ()))
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
@@ -117,7 +117,10 @@ class _Through(torch.autograd.Function):
         if dy is None:
             return dx, None, None, None, None, None
         needs = list(ctx.needs_input_grad[:-1])
-        grads = torch.ops.gem.norm_linear_backward.default(*ctx.saved_tensors, dy, dx, needs, ctx.spec, [])
+        saved, made = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        if made:
+            meeting.note_made(saved[0], meeting.Made(*made))
+        grads = torch.ops.gem.norm_linear_backward.default(*saved, dy, dx, needs, ctx.spec, [])
         return *(g if need else None for g, need in zip(grads, needs)), None
 
 

@@ -88,3 +88,12 @@ def noted(t: Tensor, key: Hashable) -> Any:
         return None
     hit = kept.get(t, {}).get((key, stream, (t._version,)))
     return None if hit is None else hit[1]
+
+
+def hand_on(t: Tensor, view: Tensor) -> None:
+    """Note with ``view``, the same values in another shape, what is noted with ``t``."""
+    kept, stream = _place(t)
+    if kept is not None:
+        for (key, of, versions), (others, value) in list(kept.get(t, {}).items()):
+            if not others and of == stream and versions == (t._version,):
+                note(view, key, value)

@@ -158,16 +158,18 @@ class _Flat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         turned = grad.reshape(ctx.given)
-        if not torch.is_grad_enabled() and (sums := sums_of(grad)) is not None:
-            leave_sums([turned], sums)
+        if not torch.is_grad_enabled():
+            remember.hand_on(grad, turned)
         return turned
 
 
 def flat(x: Tensor) -> Tensor:
-    """``x.flatten(1)`` of ``x [N, H, D]``, whose backward pass hands on the column sums that came with the gradient."""
+    """``x.flatten(1)`` of ``x [N, H, D]``; hands on what is noted with x (`gem_core.ops.remember`) and with its gradient."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return x.flatten(1)
-    return _Flat.apply(x)  # type: ignore[no-any-return]
+    y: Tensor = _Flat.apply(x)
+    remember.hand_on(x, y)
+    return y
 
 
 class _Unbind(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gem_core.ops import meeting
 from gem_core.ops.contract import Problem, Supported
 from gem_kernels.triton.attention import spec as portable
 from gem_kernels.triton.common.configs import Config
@@ -84,10 +85,11 @@ def backward(
     q, k, v, q_offsets, k_offsets, out, mean, rstd, out_rstd = saved
     rows, batch = q.shape[0], q_offsets.numel() - 1
     given, grad = rows_contiguous(q), rows_contiguous(dout)
-    do, l = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
     grid, sizes = _rows(problem, rows)
     strides = _strides(given, grad)
-    if rows:
+    left = meeting.left_gradients(dout)
+    do, l = left or (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    if rows and left is None:
         args = (given, out, grad, mean, rstd, out_rstd, do, l, q_offsets, batch, rows)
         launch(norm_gdpa_bwd_do_kernel, grid, q.device, *args, *strides, **sizes)
     tensors = (l, k, v, q_offsets, k_offsets, *_ABSENT)
@@ -102,9 +104,32 @@ def backward(
     return dq, dk, dv
 
 
+def meet(made: meeting.Made, out: Tensor, rstd: Tensor, grad: Tensor, dout: Tensor, hat: Tensor) -> Tensor:
+    """The backward pass of an RMSNorm without weight of ``out [N, H D]``, made by `norm_gdpa`, from the gradient ``grad`` of its result and
+    the gradient ``dout`` that is added; ``hat`` is filled with that result. Leaves with the gradient what `norm_gdpa` begins with."""
+    from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_bwd_met_kernel
+
+    q, q_offsets, mean, q_rstd, out_rstd = made
+    rows, heads, d = q.shape
+    given, rows_out, grad, beside = (rows_contiguous(t) for t in (q, out, grad, dout))
+    dx = torch.empty((rows, heads * d), dtype=out.dtype, device=out.device)
+    do, l = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    grid, sizes = _grid(heads, d, rows)
+    if rows:
+        launch(
+            norm_gdpa_bwd_met_kernel, grid, out.device, rows_out, grad, beside, rstd, given, mean, q_rstd, out_rstd, dx, hat, do, l,
+            q_offsets, q_offsets.numel() - 1, rows, *_strides(given), *(t.stride(0) for t in (rows_out, grad, beside)), **sizes,
+        )  # fmt: skip
+    meeting.leave_gradients(dx, do, l)
+    return dx
+
+
 def _rows(problem: Problem, rows: int) -> tuple[tuple[int], Config]:
     """Grid and sizes of the passes over rows. Not measured: two of them work in place, so they must not be repeated."""
-    heads, d = problem.dim("H"), problem.dim("D")
+    return _grid(problem.dim("H"), problem.dim("D"), rows)
+
+
+def _grid(heads: int, d: int, rows: int) -> tuple[tuple[int], Config]:
     sizes = {"H": heads, "D": d, "COLUMNS": power_of_two(heads * d), **pass_sizes(heads * d)}
     return (-(-rows // sizes["ROWS"]),), sizes
 

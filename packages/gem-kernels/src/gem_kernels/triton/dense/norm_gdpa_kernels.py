@@ -12,6 +12,11 @@ With n = H·D, r₂ = out_rstd, g = dout and ô = out − q, the normalised o:
     rows     dl = da + do, dq = r (dl − Σdl / n − l Σ(dl l) / n) + g            reads da, do, q, g     writes dq, in place of da
              (LayerNorm, residual)
 
+Where the result goes on into `norm_linear`, whose backward pass writes g from the gradient h of its x̂ = out · r₁ and the gradient e that
+comes beside it (skip connection), the pass of do is done there:
+
+    rows     g = r₁ (h − x̂ Σ(h x̂) / n) + e, x̂, do, l                            reads h, out, e, q     writes g, x̂, do, l
+
 Rows past the last offset get zeros. The passes go from the last row to the first: products go the other way, so that what one leaves in the
 L2 cache is what the next begins with.
 """
@@ -110,6 +115,35 @@ def norm_gdpa_bwd_do_kernel(
     r2 = tl.load(out_rstd + i, mask=i < rows, other=0.0)
     shared = tl.sum(g * hat, 1) / (H * D)
     _store(do, (g - hat * shared[:, None]) * r2[:, None], row, rows, H, D, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_bwd_met_kernel(
+    out, h, e, out_scale, q, mean, rstd, out_rstd, g, hat, do, l, q_offsets, batch, rows,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_on: tl.constexpr, stride_hn: tl.constexpr, stride_en: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of ROWS rows: g and x̂ of the RMSNorm with ``out_scale`` that reads ``out``, the gradient of o, and l."""
+    row = _first_row(ROWS)
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    o = _load(out, stride_on, D, row, rows, H, D, ROWS, COLUMNS)
+    dhat = _load(h, stride_hn, D, row, rows, H, D, ROWS, COLUMNS)
+    beside = _load(e, stride_en, D, row, rows, H, D, ROWS, COLUMNS)
+    x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+    r1 = tl.load(out_scale + i, mask=i < rows, other=0.0)[:, None]
+    normed = o * r1
+    _store(hat, normed, row, rows, H, D, ROWS, COLUMNS)
+    found = ((dhat - normed * (tl.sum(dhat * normed, 1) / (H * D))[:, None]) * r1 + beside).to(g.dtype.element_ty)
+    _store(g, found, row, rows, H, D, ROWS, COLUMNS)
+    l_rows = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), tl.load(rstd + i, mask=i < rows, other=0.0), H, D, COLUMNS)
+    _store(l, l_rows, row, rows, H, D, ROWS, COLUMNS)
+    there = (i < end)[:, None]
+    away = tl.where(there, o - x, 0.0)
+    given = tl.where(there, found.to(tl.float32), 0.0)
+    r2 = tl.load(out_rstd + i, mask=i < rows, other=0.0)
+    shared = tl.sum(given * away, 1) / (H * D)
+    _store(do, (given - away * shared[:, None]) * r2[:, None], row, rows, H, D, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.ops import meeting
 from gem_core.ops.contract import Problem, Supported
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo, device_info
 from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.dense import norm as plain
+from gem_kernels.triton.dense import norm_gdpa
 from gem_kernels.triton.dense.support import (
     HALF,
     NAMES,
@@ -113,11 +115,14 @@ def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], ne
     inputs = (x, w, b, norm_weight, norm_bias)
     if dy is None:
         return cast(needs, inputs, (dtotal.clone(), *(None if t is None else torch.zeros_like(t) for t in inputs[1:])))
-    x = rows_contiguous(x)
+    given, x = x, rows_contiguous(x)
     layer = problem.option("kind") == "layer"
     dx = dw = dnorm_weight = dnorm_bias = None
     xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[1] or needs[3] else None
-    if needs[0]:
+    made = None if layer or dtotal is None or xhat is None else meeting.made_of(given)
+    if needs[0] and made is not None and xhat is not None and made.q.dtype == x.dtype:
+        dx = norm_gdpa.meet(made, x, rstd, dy @ fold(w, norm_weight), dtotal, xhat)
+    elif needs[0]:
         dx = plain.norm_grads(x, None, dy @ fold(w, norm_weight), dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
     elif xhat is not None:
         xhat = plain.forward(problem, x, None, None, None)[0][0]

@@ -1,0 +1,98 @@
+"""The backward pass of a norm that read what `norm_gdpa` gave, with the beginning of that one's: on a GPU, else in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gem_core import ops
+from gem_core.jagged import lengths_to_offsets
+from gem_core.ops import dispatch, meeting, siblings
+from gem_kernels.triton import dense
+from gem_kernels.triton.common.device import on_cpu
+from gem_kernels.triton.dense import norm_gdpa
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+CLOSE = {"rtol": 2**-7, "atol": 5e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-4}
+LENGTHS, KEYS = (5, 0, 70, 17), (3, 2, 0, 16)
+
+
+@pytest.fixture(autouse=True)
+def _where_it_runs() -> Iterator[None]:
+    with nullcontext() if DEVICE == "cuda" else on_cpu(), dispatch.offering(*dense.specs()):
+        yield
+
+
+def _draw(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype).requires_grad_()
+
+
+def _inputs(slack: int, heads: int, d: int) -> list[Tensor]:
+    c = heads * d
+    kv = [_draw(sum(KEYS), heads, d, seed=i) for i in (1, 2)]
+    return [_draw(sum(LENGTHS) + slack, heads, d, seed=0), *kv, _draw(24, c, seed=3), _draw(24, seed=4)]
+
+
+def _step(given: list[Tensor], kind: str, **changes: Any) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of ``(q, k, v, w, b)``; the rows go on beside the norm and the product that read them."""
+    q, k, v, w, b = given
+    offsets = [lengths_to_offsets(torch.tensor(n)).to(DEVICE) for n in (LENGTHS, KEYS)]
+    s = siblings.flat(ops.norm_gdpa(q, k, v, *offsets, max_q_len=70, max_k_len=16, backend="triton"))
+    y, s = ops.norm_linear(s, w, b, kind=kind, through=True, backend="triton")
+    real = slice(sum(LENGTHS))
+    loss = (y[real].float().sin().sum() + s[real].float().square().sum()) * 0.1
+    return loss, list(torch.autograd.grad(loss, given))
+
+
+@pytest.mark.parametrize(("slack", "heads", "d"), [(0, 2, 16), (9, 3, 16)])
+def test_both_passes_in_one(slack: int, heads: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of two passes, slack rows included, and the pass is taken."""
+    met: list[Tensor] = []
+    meet = norm_gdpa.meet
+    monkeypatch.setattr(norm_gdpa, "meet", lambda *args: met.append(meet(*args)) or met[-1])
+    given = _inputs(slack, heads, d)
+    loss, found = _step(given, "rms")
+    assert len(met) == 1
+    taken = meeting.left_gradients(met[0])
+    assert taken is not None
+    assert not taken[0][sum(LENGTHS) :].any()
+    with monkeypatch.context() as apart:
+        apart.setattr(meeting, "made_of", lambda _: None)
+        other, expected = _step(given, "rms")
+    assert len(met) == 1
+    assert torch.equal(loss, other)
+    for one, two in zip(found, expected):
+        torch.testing.assert_close(one, two, **CLOSE)
+
+
+def test_a_layer_norm_does_its_own_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_gdpa, "meet", lambda *_: pytest.fail("this norm has a mean"))
+    _step(_inputs(0, 2, 16), "layer")
+
+
+def test_a_gradient_that_was_written_since_counts_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a hook, for one: what was left with it is of no use then."""
+    given = _inputs(0, 2, 16)
+    q, k, v, w, b = given
+    offsets = [lengths_to_offsets(torch.tensor(n)).to(DEVICE) for n in (LENGTHS, KEYS)]
+
+    def doubled(g: Tensor) -> None:
+        g.mul_(2)
+
+    def gradients() -> list[Tensor]:
+        s = siblings.flat(ops.norm_gdpa(q, k, v, *offsets, max_q_len=70, max_k_len=16, backend="triton"))
+        s.register_hook(doubled)
+        y, s = ops.norm_linear(s, w, b, through=True, backend="triton")
+        return list(torch.autograd.grad(y.float().sin().sum() + s.float().square().sum(), (q, k, v)))
+
+    found = gradients()
+    monkeypatch.setattr(meeting, "made_of", lambda _: None)
+    for one, two in zip(found, gradients()):
+        torch.testing.assert_close(one, two, **CLOSE)

@@ -13,6 +13,8 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from gem_core.ops import use_policy
 from gem_core.requests import history_lengths
 from gem_core.sources.drawn import build_random
 from gem_core.sources.laws import UniformLaw
-from gem_core.train.build import build_parts, build_source
-from gem_core.train.feed import Feed, grouped
+from gem_core.train.build import Parts, build_parts, build_source
+from gem_core.train.feed import Fed, Feed, grouped
 from gem_core.train.measure import PHASES, Meter, peak, peak_memory
 from gem_core.train.profile import activities, events_of, summarise, write
 from gem_core.train.runfolder import device_name, environment
@@ -61,7 +63,6 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
     with runtime(config) as rt, policy:
         began = time.perf_counter()
         parts = build_parts(resolved, rt)
-        model = parts.model
         built_s = time.perf_counter() - began
         held_against = peak(device_name(rt.device), parts.precisions())
         step, outcomes = TrainStep(parts, config, rt, Meter(rt.device, held_against)), Outcomes(rt.device)
@@ -70,25 +71,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         checked = check(step, outcomes, resolved, rt)
         groups = grouped(Feed(build_source(resolved, "train", rt), rt.device, None), config.train.accumulate, step.looks_ahead)
         step.set_lr(1.0)
-        losses: list[float] = []
-        events: list[tuple[int, int]] = []
-
-        def run(count: int) -> Meter:
-            # Each time another meter, read in the end: reading waits for the device, which would then wait for the host.
-            meter = step.meter = Meter(rt.device, held_against)
-            step._mark = meter.mark
-            meter.mark(None)
-            for _ in range(count):
-                batches, following = next(groups)
-                meter.mark("data")
-                outcomes.push(len(losses), step(batches, False, following), batches)
-                meter.steps += 1
-                for fed in batches:
-                    events.append((fed.host.tokens, _real_events(fed.host)))
-                    meter.count(fed.host.size, events[-1][1], _real_flops(model, fed.host))
-                losses.extend(o.loss / o.weight for o in outcomes.ready())
-            return meter
-
+        run = _Run(parts, step, outcomes, groups, rt)
         run(1)
         _wait(rt)
         first_s = time.perf_counter() - began
@@ -96,29 +79,19 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         for _ in range(SETTLING // (2 * WINDOW) if config.train.capture else 0):
             known = step.news
             run(2 * WINDOW)
-            if not rt.count([step.news > known])[0]:
+            if not run.met_news(known):
                 break
         if rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(rt.device)
-        events.clear()
-        sizes = [min(WINDOW, steps - start) for start in range(0, steps, WINDOW)]
-        meters: list[Meter] = []
-        repeated = 0
-        while len(meters) < len(sizes):
-            known = step.news
-            meter = run(sizes[len(meters)])
-            if repeated < 2 * len(sizes) and rt.count([step.news > known])[0]:
-                repeated += 1
-            else:
-                meters.append(meter)
+        run.events.clear()
+        meters, repeated = _windows(run, steps)
         _wait(rt)
         windows = [_window(meter, rt) for meter in meters]
-        losses.extend(o.loss / o.weight for o in outcomes.ready(all=True))
+        run.read(all=True)
         memory = max(rt.gather_objects(peak_memory(rt.device)))
-        held, real = (sum(counts) for counts in zip(*events))
+        held, real = (sum(counts) for counts in zip(*run.events))
         times = _profile(lambda: run(1), rt, traces) if profiled or traces is not None else None
-        result = _summary(windows, rt)
-        return result | {
+        return _summary(windows, rt) | {
             "profile": times,
             "repeated_windows": repeated,
             "first_step_s": first_s,
@@ -126,13 +99,64 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
             "peak_memory_bytes": memory,
             "reserved_memory_bytes": max(rt.gather_objects(_reserved(rt.device))),
             "wasted": 1 - real / max(1, held),
-            "losses": losses,
+            "losses": run.losses,
             "check": checked,
             "parameters": parts.parameter_counts(),
             "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
             "world": rt.world,
             **environment(rt.device),
         }
+
+
+@dataclass
+class _Run:
+    """Training steps; ``events``: of each batch, with and without padding."""
+
+    parts: Parts
+    step: TrainStep
+    outcomes: Outcomes
+    groups: Iterator[tuple[list[Fed], Fed | None]]
+    rt: Runtime
+    losses: list[float] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+
+    def __call__(self, count: int) -> Meter:
+        """``count`` steps. Each time another meter, read in the end: reading waits for the device, which would then wait for the host."""
+        meter = self.step.meter = Meter(self.rt.device, self.step.meter.peak)
+        self.step._mark = meter.mark
+        meter.mark(None)
+        for _ in range(count):
+            batches, following = next(self.groups)
+            meter.mark("data")
+            self.outcomes.push(len(self.losses), self.step(batches, False, following), batches)
+            meter.steps += 1
+            for fed in batches:
+                self.events.append((fed.host.tokens, _real_events(fed.host)))
+                meter.count(fed.host.size, self.events[-1][1], _real_flops(self.parts.model, fed.host))
+            self.read()
+        return meter
+
+    def read(self, *, all: bool = False) -> None:
+        self.losses.extend(o.loss / o.weight for o in self.outcomes.ready(all=all))
+
+    def met_news(self, known: int) -> bool:
+        """Whether a rank's captured step recorded a kind of batch since ``step.news`` was ``known``."""
+        return bool(self.rt.count([self.step.news > known])[0])
+
+
+def _windows(run: _Run, steps: int) -> tuple[list[Meter], int]:
+    """Meters of ``steps`` steps in windows, and how many windows were repeated because something was recorded in them."""
+    sizes = [min(WINDOW, steps - start) for start in range(0, steps, WINDOW)]
+    meters: list[Meter] = []
+    repeated = 0
+    while len(meters) < len(sizes):
+        known = run.step.news
+        meter = run(sizes[len(meters)])
+        if repeated < 2 * len(sizes) and run.met_news(known):
+            repeated += 1
+        else:
+            meters.append(meter)
+    return meters, repeated
 
 
 def _window(meter: Meter, rt: Runtime) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from gem_core.errors import ConfigError, GemError, NumericsError, RunError
 from gem_core.metrics.contract import result_record
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
+from gem_core.sources.contract import Source
 from gem_core.train import state
 from gem_core.train.build import agreed_total, build_parts, build_source, check_hashed, flops_of, hashed_of, task_names, total_steps
 from gem_core.train.continuous import Recency, warm_start
@@ -150,16 +151,8 @@ class Trainer:
         self.position: dict[str, Any] | None = None
         self.partition: str | None = None
         self.warm: dict[str, Any] | None = None
+        self._check_partitions(source)
         after = train.tables.evict_after
-        wanted = {"eval.before_training": "to evaluate before training"} if self.config.eval.before_training else {}
-        wanted |= {} if after is None else {"train.tables.evict_after": "to count"}
-        for where, what in wanted.items():
-            if not hasattr(source, "partition_source"):
-                raise ConfigError(
-                    f"the source {self.config.data.source!r} has no partitions {what}",
-                    where=where,
-                    fix="use a source that follows partitions, or leave it out",
-                )
         self.recency = None if after is None else Recency(self.parts, self.config, rt, after)
         self.window = {"loss": 0.0, "weight": 0.0, "grad_norm": 0.0}
         self.skipped = self.skipped_in_a_row = self.saved_batches = 0
@@ -168,10 +161,7 @@ class Trainer:
         if hasattr(self.parts.guard, "watch"):
             self.parts.guard.watch(HeldOut(self.resolved, self.parts, rt))
         self.callbacks = self._build_callbacks()
-        seed = self.config.run.seed + 7919 * rt.rank
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        self._seed()
         if not continues and train.warm_start is not None:
             self.warm = warm_start(self.parts, self.step.dense, self.config, self.runtime)
         rt.on_main(lambda: self.folder.create(self.config, self.resume))
@@ -184,16 +174,43 @@ class Trainer:
                 self._say(f"there is no checkpoint in {self.folder.path} yet; the run starts at step 0")
             if self.warm is not None:
                 self._say(f"starting with step {self.warm['step']} of {self.warm['run']}")
-        self.header: dict[str, Any] = {
-            "name": self.config.run.name,
-            "model": self.config.model.name,
-            "seed": self.config.run.seed,
-            "world": rt.world,
-            **environment(rt.device),
-            "precision": {"recipe": self.config.precision.recipe, "sites": dict(Counter(p for _, p, _ in self.parts.guard.describe()))},
-            "parallel": {"dense": self.config.parallel.dense, "sparse": self.config.parallel.sparse, **self.parts.mesh.degrees()},
+        self.header = self._header()
+        self.info.header = self.header
+        if rt.main:
+            self.folder.write_config(self.config)
+            self.folder.write_json(self.folder.header, self.header)
+
+    def _check_partitions(self, source: Source) -> None:
+        wanted = {"eval.before_training": "to evaluate before training"} if self.config.eval.before_training else {}
+        wanted |= {} if self.config.train.tables.evict_after is None else {"train.tables.evict_after": "to count"}
+        for where, what in wanted.items():
+            if not hasattr(source, "partition_source"):
+                raise ConfigError(
+                    f"the source {self.config.data.source!r} has no partitions {what}",
+                    where=where,
+                    fix="use a source that follows partitions, or leave it out",
+                )
+
+    def _seed(self) -> None:
+        """Each rank draws numbers of its own."""
+        seed = self.config.run.seed + 7919 * self.runtime.rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def _header(self) -> dict[str, Any]:
+        """The content of run.json."""
+        config, parts = self.config, self.parts
+        return {
+            "name": config.run.name,
+            "model": config.model.name,
+            "seed": config.run.seed,
+            "world": self.runtime.world,
+            **environment(self.runtime.device),
+            "precision": {"recipe": config.precision.recipe, "sites": dict(Counter(p for _, p, _ in parts.guard.describe()))},
+            "parallel": {"dense": config.parallel.dense, "sparse": config.parallel.sparse, **parts.mesh.degrees()},
             "plan": self._describe(),
-            "parameters": self.parts.parameter_counts(),
+            "parameters": parts.parameter_counts(),
             "fitted": self.fitted,
             "hashed": hashed_of(self.feed.source),
             "flops_per_sample": None,
@@ -202,10 +219,6 @@ class Trainer:
             "resumed_from": self.info.step or None,
             "warm_start": self.warm,
         }
-        self.info.header = self.header
-        if rt.main:
-            self.folder.write_config(self.config)
-            self.folder.write_json(self.folder.header, self.header)
 
     def _describe(self) -> list[str]:
         """What the strategies have to say of their plan; it is printed too."""

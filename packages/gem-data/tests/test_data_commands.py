@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from gem_core.cli.groups import CommandGroups
-from gem_core.config.features import Features
+from gem_core.config.features import Features, Label
 from gem_core.config.load import load_config, source_config
 from gem_core.errors import ConfigError, DataError
 from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource
@@ -108,6 +110,66 @@ def test_files_of_others_are_never_written_over(tmp_path):
     with pytest.raises(DataError, match="was edited"):
         gemrec("synth", "--rows", 60, "--out", tmp_path / "ours")
     assert config.read_text() == edited
+
+
+KILLED = """
+import os, sys
+from gem_data import synth
+from gem_core.sources.synthetic import SyntheticConfig
+from gem_data.writer import unfinished
+from pathlib import Path
+
+real = synth.write_parquet
+def write_parquet(path, *rest):
+    done = real(path, *rest)
+    (path.parent / f".test.parquet.{os.getpid()}.part").write_bytes(b"half")
+    print(path.name, flush=True)
+    sys.stdin.read()
+    return done
+synth.write_parquet = write_parquet
+with unfinished(Path(sys.argv[1])):
+    synth.write_synthetic(Path(sys.argv[1]), SyntheticConfig(rows=50, eval_rows=5, test_rows=5))
+"""
+
+
+def test_a_killed_command_can_be_run_again(tmp_path, caplog):
+    """Its folder says of itself that it is not complete, is read by nobody, and is no one else's."""
+    out, whole = tmp_path / "log", tmp_path / "whole"
+    command = ["synth", "--rows", 50, "--eval-rows", 5, "--test-rows", 5]
+    process = subprocess.Popen([sys.executable, "-c", KILLED, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "train.parquet\n"
+        with pytest.raises(DataError, match="another process writes into the folder: gemrec"):
+            gemrec(*command, "--out", out)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (out / "train.parquet").is_file()
+    with pytest.raises(DataError, match=r"(?s)not complete: the command that writes them was stopped.*run it again.*gemrec"):
+        ParquetSource(out / "train.parquet", Features(sample_id="sample_id"), batch_size=5)
+    gemrec(*command, "--out", out)
+    assert "what gemrec" in caplog.text
+    assert "is not complete; all is written anew" in caplog.text
+    gemrec(*command, "--out", whole)
+    assert bytes_of(out) == bytes_of(whole)
+
+
+def test_a_command_that_fails_leaves_nothing_in_its_way(tmp_path):
+    text = "\t".join(["1", *["2"] * 13, *["0000abcd"] * 26]) + "\n"
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "train.txt").write_text(text)
+    (logs / "valid.txt").write_text(text + "broken\n")
+    with pytest.raises(DataError, match="valid"):
+        gemrec("convert", "criteo", logs, "--out", tmp_path / "out")
+    with pytest.raises(DataError, match="not complete"):
+        ParquetSource(tmp_path / "out" / "train.parquet", Features(labels={"label": Label()}), batch_size=5)
+    (logs / "valid.txt").write_text(text)
+    gemrec("convert", "criteo", logs, "--out", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"train.parquet", "valid.parquet", "config.toml"}
+    with pytest.raises(DataError):
+        gemrec("convert", "criteo", tmp_path / "nothing", "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_synth_refuses_an_unknown_law(tmp_path):

@@ -102,12 +102,11 @@ def synth(
     from gem_core.errors import ConfigError
     from gem_core.sources.synthetic import SyntheticConfig
     from gem_data.synth import write_partitions, write_synthetic
-    from gem_data.writer import check_free
+    from gem_data.writer import unfinished
 
     laws = ("lognormal", "uniform", "zipf", "pareto")
     if law not in laws:
         raise ConfigError(f"there is no law {law!r}", where="--law", fix=f"use {', '.join(laws)}")
-    check_free(out)
     length: dict[str, object] = {"law": law, "max": max_history}
     if law == "lognormal":
         length["mean"] = mean
@@ -116,11 +115,14 @@ def synth(
         rows=rows, eval_rows=held, test_rows=test_rows or held, seed=seed, users=users, length=length, days=days, drift=drift
     )
     if partitions is not None:
-        written = write_partitions(out, config, partitions)
+        with unfinished(out):
+            written = write_partitions(out, config, partitions)
         print(f"{out / 'log'}: {len(written)} partitions, {sum(written.values()):,} rows")
         print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
         return
-    for split, count in write_synthetic(out, config).items():
+    with unfinished(out):
+        counts = write_synthetic(out, config)
+    for split, count in counts.items():
         print(f"{out / split}.parquet: {count:,} rows")
     print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
 
@@ -151,23 +153,25 @@ def convert(
     """
     from gem_core.errors import ConfigError
     from gem_data import avazu, criteo, movielens, open_bandit, sequences
-    from gem_data.writer import check_free
+    from gem_data.writer import unfinished
 
-    check_free(out)
     logs = {"criteo": criteo, "avazu": avazu, "open-bandit": open_bandit}
-    if form == "movielens":
-        made = movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed)
-    elif form in logs:
-        made = logs[form].convert(path, out, bad_lines=bad_lines)
-    elif form == "sequences":
-        found = sequences.convert(path, out, valid=valid, seed=seed, min_length=min_length, attributes=tuple(attributes or ()))
-        made = found.rows
+    known = ("movielens", *logs, "sequences")
+    if form not in known:
+        fix = f"use {', '.join(known)}; for other data see gemrec data import and inspect"
+        raise ConfigError(f"there is no converter for {form!r}", where="FORM", fix=fix)
+    with unfinished(out):
+        if form == "movielens":
+            made = movielens.convert(path, out, positions=positions, max_history=max_history, seed=seed)
+        elif form in logs:
+            made = logs[form].convert(path, out, bad_lines=bad_lines)
+        else:
+            found = sequences.convert(path, out, valid=valid, seed=seed, min_length=min_length, attributes=tuple(attributes or ()))
+            made = found.rows
+    if form == "sequences":
         print(f"{found.users:,} users, {found.items:,} items; {found.short:,} users with fewer than {min_length} items were left out")
         if found.padding:
             print(f"item 0 stands at the front of sequences only: {found.padding:,} were dropped as padding")
-    else:
-        known = ", ".join(("movielens", *logs, "sequences"))
-        raise ConfigError(f"there is no converter for {form!r}", where="FORM", fix=f"use {known}; for other data see gemrec data inspect")
     for name, rows in made.items():
         print(f"{out / name}.parquet: {rows:,} rows")
     refused = out / "bad_lines.tsv"

@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from gem_core.errors import DataError
+from gem_data.writer import UNFINISHED
 
 Path = str | os.PathLike[str]
 _MAGIC = b"PAR1"
@@ -60,6 +62,11 @@ def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[Da
         found += _expand(path, root)
     seen: set[str] = set()
     unique = [f for f in found if not (f[1] in seen or seen.add(f[1]))]  # type: ignore[func-returns-value]
+    for folder in sorted({os.path.dirname(path) for filesystem, path, _ in unique if isinstance(filesystem, pafs.LocalFileSystem)}):
+        with suppress(OSError), open(os.path.join(folder, UNFINISHED)) as file:
+            command = file.read().strip()
+            what = "the files are not complete: the command that writes them was stopped, or has not ended"
+            raise DataError(what, where=folder, fix=f"run it again, or wait for it: {command}")
     with ThreadPoolExecutor(min(8, len(unique))) as pool:
         return list(pool.map(lambda f: _footer(*f), unique))
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import shlex
+import sys
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,10 @@ from gem_core.config.features import Features
 from gem_core.errors import DataError
 
 _HEAD = "# Run it where this file is, or name its folder"
+UNFINISHED = ".gem-unfinished"
+"""In a folder of data while it is written, and if that did not come to its end: the command that writes."""
+
+_log = logging.getLogger(__name__)
 
 
 def write_parquet(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
@@ -79,10 +87,13 @@ def config_toml(
 def check_free(out: Path) -> None:
     """Before data is written with its configuration into ``out``: a folder of Parquet files that this package did not write is somebody's.
 
-    :raises DataError: it is one.
+    :raises DataError: it is one, or somebody has edited the configuration.
     """
     config = out / "config.toml"
     if config.is_file() and config.read_bytes().startswith(_HEAD.encode()):
+        if _edited(config.read_bytes()):
+            fix = "choose another --out, or move it and the Parquet files away; nothing was written"
+            raise DataError("the configuration that is there was edited", where=str(config), fix=fix)
         return
     found = sorted(path.name for path in (*out.glob("*.parquet"), *out.glob("config.toml")))
     if found:
@@ -97,11 +108,59 @@ def write_config(out: Path, text: str) -> None:
     """
     path = out / "config.toml"
     there = path.read_bytes() if path.is_file() else text.encode()
-    head, _, body = there.partition(b"\n\n")
-    if there != text.encode() and f"# {zlib.crc32(body):08x}:".encode() not in head:
+    if there != text.encode() and _edited(there):
         fix = "move it away and run the command again; the data is written already"
         raise DataError("the configuration that is there was edited", where=str(path), fix=fix)
     write_text(path, text)
+
+
+def _edited(text: bytes) -> bool:
+    head, _, body = text.partition(b"\n\n")
+    return f"# {zlib.crc32(body):08x}:".encode() not in head
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[None]:
+    """Around the writing of data with its configuration into ``out``: a file says meanwhile, and after a kill or an error, that the folder
+    is not complete and whose it is, so that it is read by nobody and the next command may write there.
+
+    :raises DataError: the folder is somebody's (`check_free`), another process writes there, or it cannot be written.
+    """
+    marker, was_there = out / UNFINISHED, out.is_dir()
+    began = marker.read_text(errors="replace").strip() if marker.is_file() else None
+    if began is None:
+        check_free(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(marker, "a+")  # noqa: SIM115 (closed below: the lock goes with it)
+    except OSError as error:
+        fix = "free space, or choose another folder"
+        raise DataError(f"the folder cannot be written: {error.strerror or error}", where=str(out), fix=fix) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "wait until it has ended, or choose another --out"
+            raise DataError(f"another process writes into the folder: {began or 'just begun'}", where=str(out), fix=fix) from None
+        except OSError as error:
+            _log.info("%s cannot be locked: %s", marker, error.strerror)
+        if began is not None:
+            _log.warning("%s: what %s was writing is not complete; all is written anew", out, began or "another command")
+            for part in out.rglob(".*.part"):
+                part.unlink()
+        file.truncate(0)
+        file.write(shlex.join(["gemrec", *sys.argv[1:]]) + "\n")
+        file.flush()
+        try:
+            yield
+        except BaseException:
+            if not any(out.rglob("*.parquet")):
+                marker.unlink()
+                if not was_there:
+                    with suppress(OSError):  # something else is there
+                        out.rmdir()
+            raise
+        marker.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

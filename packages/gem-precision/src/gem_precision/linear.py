@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from gem_core import ops
 from gem_core.errors import OpError
+from gem_core.model.layers import product_dtype
 from gem_precision import kernels, linear_op
 from gem_precision.formats.jagged import padded_rows
 from gem_precision.fused import ACTIVATIONS, can_fuse
@@ -18,21 +19,17 @@ from gem_precision.policy import Gemm, LinearPolicy
 from gem_precision.site import Site
 
 
-def low_precision_linear(x: Tensor, w: Tensor, b: Tensor | None, site: Site) -> Tensor:
-    """``y = x w^T + b`` with ``x [..., in]``, ``w [out, in]``, ``b [out]``; y has x's dtype, under autocast that of autocast.
-
-    Weights are quantised from the dtype they are kept in, never by way of bf16. Saved for backward: w, and x quantised along M (8 bits) or,
-    where wgrad is in bf16, x itself.
-    """
-    return _linear(x, w, b, site)
-
-
-def _linear(
+def low_precision_linear(
     x: Tensor, w: Tensor, b: Tensor | None, site: Site, before: str = "", eps: float = 0.0, training: bool = True,
     plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    """``y = x w^T + b`` with ``x [..., in]``, ``w [out, in]``, ``b [out]``; y has x's dtype, under autocast that of autocast.
+
+    Weights are quantised from the dtype they are kept in, never by way of bf16. Saved for backward: w, and x quantised along M (8 bits) or,
+    where wgrad is in bf16, x itself. ``before``: what x goes through in the same pass, "rms" or "layer" with ``eps``, or "act:NAME";
+    ``plus [..., out]`` is added to y.
+    """
+    dtype = product_dtype(x)
     grad = torch.is_grad_enabled()
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if before else rows.to(dtype)
@@ -49,7 +46,7 @@ class LowPrecisionLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self._has_few_rows(x):
             return self._plain(x)
-        return _linear(x, self.weight, self.bias, self.site, training=self.training)
+        return low_precision_linear(x, self.weight, self.bias, self.site, training=self.training)
 
     def _has_few_rows(self, x: Tensor) -> bool:
         return self.site.min_rows > 0 and x.numel() // self.in_features < self.site.min_rows
@@ -65,7 +62,7 @@ class LowPrecisionLinear(nn.Linear):
         """``self(ops.norm(x, kind=kind, eps=eps))``, with the norm and the quantising of its result in one pass where the kernels can."""
         if self._has_few_rows(x) or not can_fuse(x, kind, self.site.policy):
             return self(ops.norm(x, kind=kind, eps=eps))
-        return _linear(x, self.weight, self.bias, self.site, kind, eps, training=self.training)
+        return low_precision_linear(x, self.weight, self.bias, self.site, kind, eps, training=self.training)
 
     def after_norm_through(self, x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
         """`after_norm`, and x for what uses it afterwards, as a skip connection does: that use's gradient is added where the norm's is
@@ -73,25 +70,21 @@ class LowPrecisionLinear(nn.Linear):
         asks = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not asks or self._has_few_rows(x) or not can_fuse(x, kind, self.site.policy):
             return self.after_norm(x, kind, eps), x
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         rows = x.reshape(-1, x.shape[-1])
-        y, passed = linear_op.Through.apply(rows, self.weight, self.bias, self.site, dtype, kind, eps, self.training)
+        y, passed = linear_op.Through.apply(rows, self.weight, self.bias, self.site, product_dtype(x), kind, eps, self.training)
         return y.view(*x.shape[:-1], self.out_features), passed.view(x.shape)
 
     def after_activation(self, x: Tensor, name: str) -> Tensor:
         """``self(act(x))`` for relu, gelu (erf) or silu, likewise in one pass."""
         if self._has_few_rows(x) or not can_fuse(x, f"act:{name}", self.site.policy):
             return self(ACTIVATIONS[name](x))
-        return _linear(x, self.weight, self.bias, self.site, f"act:{name}", training=self.training)
+        return low_precision_linear(x, self.weight, self.bias, self.site, f"act:{name}", training=self.training)
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + self(x)`` of matrices; where the result has residual's dtype, the sum is beside the product and rounded once."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if self._has_few_rows(x) or residual.dtype != dtype or x.dim() != 2:
+        if self._has_few_rows(x) or residual.dtype != product_dtype(x) or x.dim() != 2:
             return residual + self(x)
-        return _linear(x, self.weight, self.bias, self.site, training=self.training, plus=residual)
+        return low_precision_linear(x, self.weight, self.bias, self.site, training=self.training, plus=residual)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.site.precision}"
@@ -108,13 +101,6 @@ def convert_linear(linear: nn.Linear, site: Site) -> LowPrecisionLinear:
     linear.__class__ = LowPrecisionLinear
     linear.site = site  # type: ignore[assignment]
     return linear  # type: ignore[return-value]
-
-
-def restore_linear(linear: LowPrecisionLinear) -> nn.Linear:
-    """Undo `convert_linear`."""
-    del linear.site
-    linear.__class__ = nn.Linear  # type: ignore[assignment]
-    return linear
 
 
 def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, b: Tensor | None = None, *, site: Site) -> Tensor:

@@ -273,6 +273,18 @@ def test_best_knows_what_better_is():
     assert (ne.step, ne.worse, ne.value) == (3, 0, 0.8)
     auc = Best.of(Eval(monitor="ctr.auc"), tasks)
     assert [auc.update(results(auc=v), s) for s, v in enumerate((0.6, 0.5, 0.7))] == [True, False, True]
+    assert auc.worse == 0
+    for _ in range(3):  # one class says nothing of the model, predictions that are not finite do
+        assert not auc.update(results(auc=None), 4)
+    assert auc.says_nothing(results(auc=None)) is not None
+    assert (auc.worse, auc.step) == (0, 2)
+    broken = {"ctr": {"auc": Value(None, "3 of the predictions are not finite", broken=True)}}
+    assert auc.says_nothing(broken) is None
+    assert not auc.update(broken, 5)
+    assert not auc.update(results(auc=float("nan")), 6)
+    assert auc.worse == 2
+    fresh = Best.of(Eval(monitor="ctr.auc"), tasks)
+    assert [fresh.update(results(auc=v), s) for s, v in enumerate((float("nan"), 0.4))] == [False, True]
     near_one = Best.of(Eval(monitor="calibration"), tasks)
     assert [near_one.update(results(calibration=v), s) for s, v in enumerate((0.5, 1.2, 0.9, 1.3))] == [True, True, True, False]
     again = Best.of(Eval(), tasks)

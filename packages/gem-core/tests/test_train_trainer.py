@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import gem_core
 import gem_core.train
 from gem_core import plugins
 from gem_core.errors import CheckpointError, ConfigError, NumericsError, RunError
+from gem_core.metrics.contract import Value
+from gem_core.train import trainer
 from gem_core.train.pack import load_packed
 from gem_core.train.trainer import Trainer
 
@@ -305,6 +308,26 @@ def test_early_stop_and_restore_best(tmp_path):
     assert result.tasks["ctr"] == best["tasks"]["ctr"]
     final, kept = _tensors(tmp_path / "run", result.steps), _tensors(tmp_path / "run", best["step"])
     assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
+
+
+def test_an_undefined_monitor_neither_stops_a_run_nor_keeps_it_going(tmp_path, monkeypatch, capsys):
+    """An evaluation whose labels are of one class says nothing; that is said where something depends on it."""
+    values = iter([Value(0.6), *[Value(None, "only one class")] * 3, Value(0.5), Value(None, "only one class"), Value(0.4)])
+    real = trainer.evaluate
+
+    def evaluate(*arguments):
+        results, samples = real(*arguments)
+        return {**results, "ctr": {**results["ctr"], "auc": next(values)}}, samples
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    how = {"monitor": "ctr.auc", "every": 2, "patience": 2}
+    result = gem_core.train(toys.config(train={"steps": 40, "log_every": 100}, eval=how), run_dir=tmp_path / "run")
+    assert (result.status, result.steps) == ("early_stopped", 14)
+    told = r"step (\d+): ctr.auc is undefined \(only one class\): .* neither as better nor as worse"
+    assert re.findall(told, capsys.readouterr().out) == ["4", "6", "8", "12"]
+    values = iter([Value(0.6), Value(None, "only one class")])
+    gem_core.train(toys.config(train={"steps": 4}, eval={"monitor": "ctr.auc", "every": 2}), run_dir=tmp_path / "other")
+    assert not re.findall(told, capsys.readouterr().out)
 
 
 def test_monitor_must_be_evaluated(tmp_path):

@@ -178,7 +178,9 @@ class Eval(FrozenConfig):
         ("ne", "auc", "logloss", "calibration", "gauc"), description="`gemrec plugins` lists those that are installed"
     )
     group: str | None = Field(None, description="column or sparse feature that groups samples for GAUC")
-    patience: int | None = Field(None, gt=0, description="stop after this many evaluations without a better `monitor`")
+    patience: int | None = Field(
+        None, gt=0, description="stop after this many evaluations without a better `monitor`; those in which it is undefined do not count"
+    )
     monitor: str | None = Field(
         None, description="metric of the first task, as METRIC or TASK.METRIC; None: ne, for retrieval ndcg@10 (or of the first k)"
     )

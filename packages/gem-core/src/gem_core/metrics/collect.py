@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gem_core.batch import Batch
 from gem_core.errors import DataError
-from gem_core.metrics.contract import Metric, Predictions, Value, undefined
+from gem_core.metrics.contract import Metric, Predictions, Value
 from gem_core.sources.contract import TRUE_PROBABILITY
 
 ALWAYS = ("bayes_ne",)
@@ -96,7 +96,7 @@ class MetricSet:
         results = {}
         for (task, metrics), broken in zip(self.metrics.items(), self._broken.tolist()):
             reason = f"{broken} of the predictions are not finite"
-            results[task] = {name: undefined(reason) if broken else metric.compute() for name, metric in metrics.items()}
+            results[task] = {name: Value(None, reason, broken=True) if broken else metric.compute() for name, metric in metrics.items()}
         return results
 
 

@@ -36,11 +36,13 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Value:
-    """A result. ``value`` None means undefined, and ``reason`` then says why; ``details`` may hold further numbers about it."""
+    """A result. ``value`` None means undefined, and ``reason`` then says why; ``details`` may hold further numbers about it. ``broken``: it
+    is the model's fault (predictions that are not finite), not that of the samples."""
 
     value: float | None
     reason: str | None = None
     details: Mapping[str, float] = field(default_factory=dict)
+    broken: bool = False
 
 
 def undefined(reason: str) -> Value:

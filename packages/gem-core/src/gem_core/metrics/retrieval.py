@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gem_core.metrics.collect import Gather
-from gem_core.metrics.contract import Value, undefined
+from gem_core.metrics.contract import Value
 
 
 def names(k: Sequence[int]) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class RankMetrics:
         n, broken = int(self.samples), int(self.broken)
         if not n or broken:
             reason = f"{broken} of the queries or scores are not finite" if broken else "no history was evaluated"
-            return {name: undefined(reason) for name in names(self.k)}
+            return {name: Value(None, reason, broken=broken > 0) for name in names(self.k)}
         mean, square = (self.sums.cpu() / n).tolist()
         return {
             name: Value(m, details={"standard_error": (max(0.0, s - m * m) / n) ** 0.5}) for name, m, s in zip(names(self.k), mean, square)

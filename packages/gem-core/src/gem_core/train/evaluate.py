@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,10 +122,18 @@ class Best:
             )
         return cls(task, metric, better[metric])
 
+    def says_nothing(self, results: Results) -> str | None:
+        """Why these results say nothing of the model: the value is undefined for the samples' sake (labels of one class, say)."""
+        found = results[self.task][self.metric]
+        return (found.reason or "no reason given") if found.value is None and not found.broken else None
+
     def update(self, results: Results, step: int) -> bool:
-        """Whether these results are better than all before; an undefined value never is."""
+        """Whether these results are better than all before. Predictions that are not finite are worse; what says nothing counts neither
+        way."""
+        if self.says_nothing(results) is not None:
+            return False
         value = results[self.task][self.metric].value
-        if value is not None and (self.value is None or self._rank(value) < self._rank(self.value)):
+        if value is not None and math.isfinite(value) and (self.value is None or self._rank(value) < self._rank(self.value)):
             self.value, self.step, self.worse = value, step, 0
             return True
         self.worse += 1

@@ -435,6 +435,10 @@ class Trainer:
             **({} if partition is None else {"partition": partition}),
         }
         self._each("on_eval", self.results, self.record)
+        why = None if final else self.best.says_nothing(self.results)
+        if why is not None and (self.config.eval.patience is not None or self.config.eval.restore_best):
+            name = f"{self.best.task}.{self.best.metric}"
+            self._say(f"step {self.info.step}: {name} is undefined ({why}): this evaluation counts neither as better nor as worse")
         if not final and self.best.update(self.results, self.info.step) and self.config.eval.restore_best:
             self._checkpoint()
             self._saved(self.saver.wait())

@@ -115,12 +115,12 @@ class Block:
     bags: dict[str, Bag] = field(default_factory=dict)
     good: NDArray[np.bool_] | None = None
 
-    def take(self, rows: Rows, *, drop: bool = True) -> Block:
-        """These rows; quarantined ones are left out, or with ``drop = False`` stay marked."""
-        return self.split([rows], drop=drop)[0]
+    def take(self, rows: Rows) -> Block:
+        """These rows; quarantined ones are left out."""
+        return self.split([rows])[0]
 
     def split(self, parts: Sequence[Rows], *, drop: bool = True, consume: bool = False) -> list[Block]:
-        """`take` for several sets of rows; ``consume`` as for `Bag.split`."""
+        """`take` for several sets of rows; with ``drop`` False quarantined ones stay marked. ``consume`` as for `Bag.split`."""
         good: list[NDArray[np.bool_] | None] = [None] * len(parts)
         if self.good is not None and drop:
             numbers = [np.arange(self.size)[rows] if isinstance(rows, slice) else rows for rows in parts]

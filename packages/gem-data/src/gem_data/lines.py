@@ -105,11 +105,11 @@ class Rows:
     def integers(self, name: str, kind: pa.DataType, *, required: bool = True) -> pa.Array:
         return self.column(name, f"a whole number ({kind})", lambda raw: raw.cast(pa.string()).cast(kind), required=required)
 
-    def floats(self, name: str, *, required: bool = True) -> pa.Array:
-        return self.column(name, "a number", lambda raw: raw.cast(pa.string()).cast(pa.float64()), required=required)
+    def floats(self, name: str) -> pa.Array:
+        return self.column(name, "a number", lambda raw: raw.cast(pa.string()).cast(pa.float64()))
 
-    def text(self, name: str, *, required: bool = True) -> pa.Array:
-        return self.column(name, "UTF-8 text", lambda raw: raw.cast(pa.string()), required=required)
+    def text(self, name: str) -> pa.Array:
+        return self.column(name, "UTF-8 text", lambda raw: raw.cast(pa.string()))
 
     def hexadecimal(self, name: str, *, required: bool = True) -> pa.Array:
         """uint32 of 8 hexadecimal digits: what the text says, in a third of its size."""
@@ -182,17 +182,17 @@ def need(path: Path, names: Sequence[str], wanted: Iterable[str]) -> None:
         )
 
 
-def regrouped(tables: Iterable[pa.Table], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
-    """The same rows in tables of ``rows`` rows, the last one smaller."""
+def regrouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of ROW_GROUP rows, the last one smaller."""
     held: list[pa.Table] = []
     count = 0
     for table in tables:
         held.append(table)
         count += table.num_rows
-        while count >= rows:
+        while count >= ROW_GROUP:
             joined = pa.concat_tables(held)
-            yield joined.slice(0, rows).combine_chunks()
-            held, count = [joined.slice(rows)], count - rows
+            yield joined.slice(0, ROW_GROUP).combine_chunks()
+            held, count = [joined.slice(ROW_GROUP)], count - ROW_GROUP
     if count:
         yield pa.concat_tables(held).combine_chunks()
 

@@ -217,7 +217,7 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     return Workload(
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
         compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32", captured=config.train.capture,
-        dealt=dealt(resolved.source), width=_width(model.config),
+        dealt=dealt(resolved.source), width=_width(getattr(model, "config", None)),
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     """Peak resident memory of six times as many lines, in blocks and row groups small enough for many of each."""
     script = (
         "import sys; from pathlib import Path; from gem_core.train.measure import peak_resident; from gem_data import criteo, lines\n"
-        "lines._BLOCK, lines.regrouped.__defaults__ = 1 << 18, (4096,)\n"
+        "lines._BLOCK, lines.ROW_GROUP = 1 << 18, 4096\n"
         "criteo.convert(Path(sys.argv[1]), Path(sys.argv[2]))\n"
         "print(peak_resident())"
     )

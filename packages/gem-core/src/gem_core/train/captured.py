@@ -280,12 +280,21 @@ def _rows_of(looked_up: Embedded) -> dict[str, Tensor]:
 
 
 def _zero_unless(ok: Tensor, tensors: Sequence[Tensor]) -> None:
-    """In place, whatever they hold: as integers, of which any times 0 is 0, and a launch for each width."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for width, dtype in bits.items():
-        alike = [t.view(dtype) for t in tensors if t.element_size() == width]
-        if alike:
-            torch._foreach_mul_(alike, ok.to(dtype))
+    """In place, whatever contiguous tensors hold: as integers, of which any times 0 is 0, of 8 bytes where that many are there. Small ones
+    share a launch for each width."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        width = 8 if t.numel() * t.element_size() % 8 == 0 and t.data_ptr() % 8 == 0 else t.element_size()
+        words = t.view(-1).view(_INTEGERS[width])
+        if words.numel() >= LARGE:
+            words.mul_(ok.to(words.dtype))
+        elif words.numel():
+            small.setdefault(words.dtype, []).append(words)
+    for dtype, alike in small.items():
+        torch._foreach_mul_(alike, ok.to(dtype))
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Captured:

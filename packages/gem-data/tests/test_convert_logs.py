@@ -170,7 +170,6 @@ def test_bad_lines_are_quarantined_counted_and_kept(tmp_path):
 def test_blocks_and_compression_do_not_change_the_bytes(tmp_path, monkeypatch):
     """However the text is cut into blocks, the same row groups come out; a bad line keeps its number."""
     monkeypatch.setattr(lines, "ROW_GROUP", 64)
-    monkeypatch.setattr(lines, "ROW_GROUP", 64)
     text = "".join(criteo_line(count=str(i), c14="" if i % 3 else f"{i:08x}") + "\n" for i in range(500)).encode()
     written = []
     for name, block, packed in (("a", 1 << 24, False), ("b", 3000, False), ("c", 5000, True)):

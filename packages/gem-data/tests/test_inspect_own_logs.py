@@ -120,3 +120,25 @@ ZONED = pa.timestamp("ns", "Europe/Berlin")
 def test_times_compare_with_text(kind, text, keep):
     times = pa.array([datetime.datetime(2025, 10, 9, hour) for hour in range(4)], pa.timestamp("us")).cast(kind, safe=False)
     assert Filter(text).mask(pa.table({"t": times}), "here").to_pylist() == [bool(k) for k in keep]
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1000, "ms"), (10**9, "ns")])
+@pytest.mark.parametrize("column", ["ts", "history_ts"])
+def test_times_in_a_finer_unit_than_declared_stop_the_reader(tmp_path, factor, unit, column):
+    """They trained, with gaps a thousand times as long."""
+    table = {"ts": [1_760_000_000 + i for i in range(8)], "history_ts": [[1_750_000_000]] * 8, "history_item": [[1]] * 8}
+    table[column] = [[t * factor for t in x] if isinstance(x, list) else x * factor for x in table[column]]
+    pq.write_table(pa.table({**table, "click": [0, 1] * 4}), tmp_path / "a.parquet")
+    history = {"timestamps": "history_ts", "fields": {"item": {"column": "history_item", "rows": 9}}}
+    features = {"timestamp": "ts", "sequences": {"history": history}, "labels": {"ctr": {"column": "click"}}}
+    key = "timestamp_unit" if column == "ts" else "time_unit"
+
+    def read():
+        return sum(map(len, ParquetSource(str(tmp_path), Features.model_validate(features), batch_size=8, prefetch=0)))
+
+    with pytest.raises(DataError, match=rf'lies after the year 2200 in {key} = "s"') as caught:
+        read()
+    assert f'set {key} = "{unit}"' in caught.value.fix
+    assert "row 0" in caught.value.where
+    (features if column == "ts" else history)[key] = unit
+    assert read() == 8

@@ -20,15 +20,29 @@ from gem_data.columns import Chunk, locate
 from gem_data.files import DataFile
 from gem_data.values import Site, Way, vocabulary
 
+_LATEST = 7_258_118_400
+"""Seconds until 2200: a time after it was written in a finer unit than the declared one."""
+
+
+def late(stamps: Ints, unit: str) -> NDArray[np.bool_]:
+    """Which times ``[N]`` lie after the year 2200, if they are in ``unit``."""
+    return stamps > _LATEST * arrow.UNITS[unit]
+
+
+def meant(stamps: Ints) -> str:
+    """The unit in which times ``[N]`` that are `late` lie before the year 2200."""
+    return next((unit for unit, n in arrow.UNITS.items() if stamps.max() <= _LATEST * n), "ns")
+
 
 class Decoder:
     """Turns chunks into blocks. ``columns``: all columns that the features read.
 
     :param hashed: what the columns of hashed ids must hold, as `hashed` tells it of another decoder.
+    :param check_units: refuse times that can only be of a finer unit than the declared one.
     """
 
-    def __init__(self, features: Features, hashed: Mapping[str, list[str]] | None = None) -> None:
-        self.features = features
+    def __init__(self, features: Features, hashed: Mapping[str, list[str]] | None = None, *, check_units: bool = True) -> None:
+        self.features, self._check_units = features, check_units
         self._ways: dict[str, Way] = {}
         fitted = load_fitted(features)
         for path, ids in features.id_features().items():
@@ -115,7 +129,7 @@ class Decoder:
             fixed["weights"] = self._weights(chunk, f.weight)
         if f.timestamp is not None:
             site = Site(chunk, f.timestamp, "timestamp")
-            fixed["timestamps"] = values.complete(site, site.read(arrow.times, chunk.scalar(f.timestamp), f.timestamp_unit), "a timestamp")
+            fixed["timestamps"] = self._read_times(site, chunk.scalar(f.timestamp), "timestamp_unit", f.timestamp_unit, "a timestamp")
         for name in f.columns:
             fixed[f"columns.{name}"] = values.carried(Site(chunk, name, "columns"), chunk.scalar(name))
         if f.request is not None:
@@ -223,11 +237,21 @@ class Decoder:
             found["sample"] = np.repeat(now, np.diff(offsets)) - times
         return found
 
-    @staticmethod
-    def _times(chunk: Chunk, spec: Sequence, path: str, items: pa.Array, offsets: Ints) -> Ints:
+    def _times(self, chunk: Chunk, spec: Sequence, path: str, items: pa.Array, offsets: Ints) -> Ints:
         site = Site(chunk, spec.timestamps or "", path, (offsets,))
-        found: Ints = values.complete(site, site.read(arrow.times, items, spec.time_unit), "the time of an event")
-        return found
+        return self._read_times(site, items, "time_unit", spec.time_unit, "the time of an event")
+
+    def _read_times(self, site: Site, items: pa.Array, key: str, unit: str, what: str) -> Ints:
+        stamps: Ints = values.complete(site, site.read(arrow.times, items, unit), what)
+        # Arrow's timestamps know their unit; whole numbers do not.
+        if self._check_units and stamps.size and pa.types.is_integer(items.type) and late(stamps[[stamps.argmax()]], unit)[0]:
+            position = int(np.flatnonzero(late(stamps, unit))[0])
+            site.fail(
+                f'the time {int(stamps[position])} lies after the year 2200 in {key} = "{unit}"',
+                f'set {key} = "{meant(stamps)}", or mend the times',
+                position,
+            )
+        return stamps
 
     @staticmethod
     def _order(chunk: Chunk, spec: Sequence, path: str, offsets: Ints, times: Ints) -> Ints | None:

@@ -22,7 +22,7 @@ from gem_data import arrow
 from gem_data.block import TIMES, Bag, Block
 from gem_data.columns import Chunk
 from gem_data.config import ParquetConfig
-from gem_data.decode import Decoder, event_columns
+from gem_data.decode import Decoder, event_columns, late, meant
 from gem_data.files import Path, Reader
 from gem_data.parquet import ParquetSource
 
@@ -30,8 +30,6 @@ DISTINCT_LIMIT = 5_000_000
 """Distinct values of a column are counted exactly up to here."""
 _SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DAY = 86_400
-_LATEST = 7_258_118_400
-"""Seconds until 2200: a time after it was written in a finer unit than the declared one."""
 
 
 @dataclass
@@ -105,7 +103,7 @@ class _Validator:
         self.features = _lenient(features)
         self.source = ParquetSource(paths, self.features, batch_size=1, filter=filter, root=root, prefetch=0, quarantine=".")
         self.report = Report(split, len(self.source.files))
-        self.decoders = {name: Decoder(part) for name, part in _parts(self.features).items()}
+        self.decoders = {name: Decoder(part, check_units=False) for name, part in _parts(self.features).items()}
         self.found: dict[tuple[str, str], Violation] = {}
         self.columns: dict[str, Column] = {}
         self.sample_ids: list[NDArray[np.uint64]] = []
@@ -210,12 +208,11 @@ class _Validator:
 
     def _in_the_unit(self, chunk: Chunk, feature: str, key: str, unit: str, stamps: NDArray[np.int64], row: NDArray[np.int64]) -> None:
         """``stamps`` of the rows ``row``, both ``[N]``: none may lie so late that another unit is meant."""
-        late = stamps > _LATEST * _SECONDS[unit]
-        if late.any():
-            value = int(stamps[late].max())
-            meant = next((u for u, n in _SECONDS.items() if value <= _LATEST * n), "ns")
-            rows = np.unique(row[late])
-            what = f'times lie after the year 2200: {key} = "{unit}" and "{meant}" seems meant'
+        wrong = late(stamps, unit)
+        if wrong.any():
+            value = int(stamps[wrong].max())
+            rows = np.unique(row[wrong])
+            what = f'times lie after the year 2200: {key} = "{unit}" and "{meant(stamps)}" seems meant'
             self._note(feature, what, rows.size, f"{value}, {chunk.where((), int(rows[0]))}")
 
     def _labels_as_features(self) -> None:

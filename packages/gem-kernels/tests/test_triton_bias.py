@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from gem_kernels.triton.attention import inputs, warp_sums
 from gem_kernels.triton.attention.plan import plan
 from gem_kernels.triton.common.configs import committed_rules, matches
 from gem_kernels.triton.common.device import on_cpu
-from gem_kernels.triton.hopper import launch_bias
+from gem_kernels.triton.hopper import bias_ptx, launch_bias
 from gem_kernels.triton.hopper.spec import specs as hopper_specs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,31 +100,70 @@ def test_columns_of_a_warp(columns: int) -> None:
     assert sorted(found) == list(enumerate(tile.sum(0).tolist()))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("columns", [32, 64])
-def test_table_along_diagonals(columns: int, transposed: bool) -> None:
-    """The instructions, carried out for all lanes, on a table that holds its own addresses."""
-    text, _ = warp_sums.plus_diagonals(columns, transposed)
-    lane, count = np.arange(32), columns // 2
-    g, c = lane // 4, lane % 4
-    for warp in range(4):
-        known: dict[str, Any] = {"%laneid": lane, "%tid.x": lane + 32 * (warp + 4)}
-        known |= {f"${n}": np.full(32, 0) for n in range(count, 3 * count)}
-        for line in text.splitlines():
-            name, _, operands = line.rstrip(";").partition(" ")
-            if name.startswith("ld."):
-                low, high, at, offset = re.findall(r"[-\w]+", operands)
-                known[low], known[high] = (known[at] + int(offset)) // 8, (known[at] + int(offset)) // 8 + 1
-            elif operands and not name.startswith("."):
-                to, *values = (x.strip() for x in operands.split(","))
-                a, *rest = (known[x] if x in known else int(x) for x in values)
-                known[to] = {
-                    "mov": lambda a: a, "shr": np.right_shift, "shl": np.left_shift, "and": np.bitwise_and, "add": np.add,
-                    "sub": np.subtract, "mad": lambda a, b, c: a * b + c,
-                }[name.partition(".")[0]](a, *rest)  # fmt: skip
-        for n in range(count):
-            row, column = 16 * warp + g + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * c + n % 2
-            assert (known[f"${n}"] == (row - column if transposed else column - row)).all()
+def carried_out(text: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Registers after the instructions, for all lanes at once; a loaded pair of entries is (its address / 8, the same + 1)."""
+    for line in text.replace("; ", ";\n").splitlines():
+        name, _, operands = line.strip().rstrip(";").partition(" ")
+        if name.startswith("ld."):
+            low, high, at, *offset = re.findall(r"[-$\w]+", operands)
+            known[low] = (known[at] + int((offset or ["0"])[0])) // 8
+            known[high] = known[low] + 1
+        elif operands and not name.startswith("."):
+            to, *values = (x.strip() for x in operands.split(","))
+            a, *rest = (known[x] if x in known else int(x) for x in values)
+            known[to] = {
+                "mov": lambda a: a, "shl": np.left_shift, "and": np.bitwise_and, "add": np.add, "sub": np.subtract, "max": np.maximum,
+                "mad": lambda a, b, c: a * b + c, "fma": lambda a, b, c: a * b + c,
+                "setp": np.less, "selp": lambda a, b, p: np.where(p, a, b),
+            }[name.partition(".")[0]](a, *rest)  # fmt: skip
+    return known
+
+
+@pytest.mark.parametrize("h", [20, 200])
+@pytest.mark.parametrize("keys", [False, True])
+def test_table_by_distance(keys: bool, h: int) -> None:
+    """Every pair gets the entry of its distance from a table that holds its own addresses: rows are queries, some of them at the history's
+    end, or keys."""
+    lane, n = np.arange(32), np.arange(32)[:, None]
+    row, column = lane // 4 + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * (lane % 4) + n % 2
+    score, scale, radius = 1_000_000, 3, 400
+    known: dict[str, Any] = {"%laneid": lane}
+    known |= {f"${32 + k}": np.full(32, score) for k in range(32)} | {f"${64 + k}": np.full(32, scale) for k in range(32)}
+    if keys:
+        text, _ = bias_ptx.add_columns()
+        first = np.minimum(row - 7 - 1, radius + 64)
+        known |= {f"${96 + k}": first[k] for k in range(32)} | {f"${128 + k}": np.maximum(row - h, -radius - 1)[k] for k in range(32)}
+        known |= {f"${160 + k}": np.full(32, 0) for k in range(32)}
+        wanted = row - np.minimum(column + 7, h)
+    else:
+        text, _ = bias_ptx.add_rows()
+        p = np.minimum(row + 7, h)
+        known |= {f"${96 + k}": (-p)[k] for k in range(32)} | {f"${128 + k}": np.full(32, 0) for k in range(32)}
+        wanted = column - p
+    known = carried_out(text, known)
+    for k in range(32):
+        assert (known[f"${k}"] == scale * score + wanted[k]).all()
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize(("causal", "same"), [(True, True), (True, False), (False, True)])
+def test_codes_have_room(causal: bool, same: bool, keys: bool) -> None:
+    """The units of all tiles lie apart, and in what is allocated."""
+    row = replace(small(next(r for r in ROWS if r.bias is not None)), q=(700, 0.5), batch=9, causal=causal)
+    data = Data(row, "cpu")
+    if not same:
+        data.tensors["q_offsets"] = data.tensors["k_offsets"].clone()
+    x = inputs.Inputs(plan(data.problem("gdpa")), tuple(data.tensors.values()))
+    tiles = x.k_tiles(128) if keys else x.q_tiles(128)
+    taken: list[int] = []
+    for _q_row, lq, _k_row, h, start, shift, _t, unit in launch_bias.table(x, tiles, keys)[: int(tiles.count)].tolist():
+        if keys:
+            blocks = -(-lq // 64) - (max(start - shift, 0) // 64 if causal else 0)
+        else:
+            blocks = -(-(min(h, min(start + 128, lq) + shift) if causal else h) // 64)
+        taken += range(unit, unit + max(blocks, 0))
+    assert len(taken) == len(set(taken)) > 0
+    assert max(taken) < launch_bias.room(x, keys)[2]
 
 
 TIMES = {
@@ -140,6 +180,7 @@ EDGES = {
     "powers": torch.logspace(0, 20, 31, base=2.0).long(),
     "crowded": torch.arange(-3, 70_000, 3_000),
     "one": torch.tensor([1]),
+    "many": 40 * torch.arange(1, 90).cumsum(0),
     "zero and far": torch.tensor([-5, 0, 0, 1, 2, (1 << 29) - 1, 1 << 29, 1 << 30, (1 << 30) + 1, 1 << 33, 1 << 62]),
 }
 
@@ -262,6 +303,7 @@ HOPPER_CASES = {
     "no candidates, one key head": ("gdpa", "bursts:powers", {"d": 64, "radius": 100, "candidates": False, "kv_heads": 1}),
     "far times": ("jagged_attention", "gaps of centuries:zero and far", {"d": 128, "radius": 9, "causal": True, "candidates": False}),
     "crowded edges": ("jagged_attention", "in any order:crowded", {"d": 64, "radius": 9}),
+    "more buckets than lanes": ("gdpa", "ascending:many", {"d": 128, "radius": 300, "causal": True}),
 }
 
 

@@ -136,23 +136,6 @@ def add_position(s, p, j, nearest, farthest, table, radius, LOADS: tl.constexpr)
 
 
 @triton.jit
-def add_strip(
-    s, p, j, nearest, farthest, table, pairs, diagonal, aligned, radius,
-    PLUS: tl.constexpr, PLUS_TYPES: tl.constexpr, REGISTERS: tl.constexpr,
-):  # fmt: skip
-    """`add_position` of a tile of 64 rows in the layout of a wgmma. Where ``aligned``, positions ascend by one from row to row, and the
-    tile's diagonal 0 has distance ``diagonal``: `warp_sums.plus_diagonals`."""
-    if (nearest >= radius) | (farthest <= -radius):
-        s += tl.load(table + tl.where(nearest >= radius, 2 * radius, 0))
-    elif aligned:
-        at = (pairs + 2 * (radius + diagonal)).to(tl.int64)
-        s = tl.inline_asm_elementwise(PLUS, PLUS_TYPES, [s, at], dtype=tl.float32, is_pure=True, pack=REGISTERS)
-    else:
-        s = _plus_entry(s, table + radius, j, p, True)
-    return s
-
-
-@triton.jit
 def add_buckets(s, tq, tk, first, last, table, index, count, LOADS: tl.constexpr):
     """``s + table[bucket(|tq - tk|)]`` of relative times that are not cut off, where all buckets lie in first .. last."""
     if first == last:

@@ -188,33 +188,6 @@ def _operands(count: int, *kinds: str) -> tuple[str, list[list[str]]]:
 
 
 @functools.lru_cache(maxsize=64)
-def plus_diagonals(columns: int, transposed: bool) -> tuple[str, str]:
-    """PTX and constraints for (S, address): S plus, on every diagonal of a tile of 64 x ``columns``, an entry of a table of pairs (an entry
-    and its successor, 8 bytes) at ``address`` where diagonal 0 is: entry ``column - row``, or with ``transposed`` ``row - column``.
-
-    Registers that lie on one diagonal share a load, and neighbouring columns a pair: columns / 8 + 1 loads for columns / 2 registers."""
-    ptx = _Ptx()
-    count = columns // 2
-    results, s, address = ([f"${count * i + n}" for n in range(count)] for i in range(3))
-    lane = ptx.lane()
-    warp = ptx.integer("and", ptx.integer("shr", ptx.write("b32", "mov.u32", "%tid.x"), 5), 3)
-    row = ptx.integer("add", ptx.integer("shr", lane, 2), ptx.integer("shl", warp, 4))
-    column = ptx.integer("shl", ptx.integer("and", lane, 3), 1)
-    offset = ptx.integer("sub", row, column) if transposed else ptx.integer("sub", column, row)
-    at = ptx.write("b64", "mad.wide.s32", offset, 8, address[0])
-    for k in range(-1, columns // 8):
-        low, high = ptx.new("f32"), ptx.new("f32")
-        ptx.lines.append(f"ld.global.nc.v2.f32 {{{low}, {high}}}, [{at}+{-64 * k - 8 if transposed else 64 * k}];")
-        entries = (high, low) if transposed else (low, high)
-        for block, half in ((k, 0), (k + 1, 1)):
-            if 0 <= block < columns // 8:
-                for e in range(2):
-                    n = _REGISTERS * block + 2 * half + e
-                    ptx.lines.append(f"add.f32 {results[n]}, {s[n]}, {entries[e]};")
-    return ptx.text(0), ",".join(["=f"] * count + ["f"] * count + ["l"] * count)
-
-
-@functools.lru_cache(maxsize=64)
 def add_diagonals(columns: int, stride: int) -> tuple[str, str]:
     """PTX and constraints for (dS, address): adds the diagonals of a warp's 16 rows of a tile of 64 x ``columns``, four warps', to the
     warp's row at ``address``, where the tile's diagonal 0 is; rows are ``stride`` floats."""

@@ -1,8 +1,6 @@
-"""Backward pass on Hopper with relative bias and candidates, key side; see `backward_dkdv` and `forward_bias` for what is alike.
+"""Backward pass on Hopper with relative bias and candidates, key side; see `backward_dkdv` and `bias_codes` for what is alike.
 
-The rows of dK and dV that are candidates' own are not written here. A partition brings times, buckets, and for softmax lse and delta of
-every query tile into shared memory, beside Q and dO. LATE: dPᵀ is multiplied once P is there, so that the bias is added with fewer
-registers taken.
+The rows of dK and dV that are candidates' own are not written here. dPᵀ is multiplied once the bias is there, which takes fewer registers.
 """
 
 # ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
@@ -15,27 +13,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.attention.activations import activate_with_slope
-from gem_kernels.triton.attention.bias import add_buckets, add_far, add_position, add_strip
-from gem_kernels.triton.hopper.common import alive, fill_rows, folded_value_and_slope, load_box, make_barriers, pass_over_rows, store_box
-from gem_kernels.triton.hopper.forward_bias import _buckets, _range_of, read_entry, read_number
+from gem_kernels.triton.hopper.bias_codes import (
+    UNIT,
+    add_columns,
+    add_entries,
+    codes_of,
+    lane_entry,
+    load_codes,
+    prefetch_codes,
+    prefetch_entry,
+    query_blocks,
+    read_entry,
+)
+from gem_kernels.triton.hopper.common import fill_rows, folded_value_and_slope, load_box, make_barriers, pass_over_rows, store_box
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def query_blocks(n0, lq, shift, CAUSAL: gl.constexpr):
-    """First block of 64 query rows that see keys from n0 on, and one past the last."""
-    last = (lq + 63) // 64
-    first = n0 * 0
-    if CAUSAL:
-        first = gl.minimum(gl.maximum(n0 - shift, 0) // 64, last)
-    return first, last
-
-
-@gluon.jit
 def _producer(
-    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
+    q, k, v, dout, table, codes, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    FETCH: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
@@ -51,9 +50,12 @@ def _producer(
             load_box(k, row, h, at, kv_head * D, k_full.index(slot), k_slots.index(2 * slot + half), 64, D)
             load_box(v, row, h, at, kv_head * D, k_full.index(slot), v_slots.index(2 * slot + half), 64, D)
         tile += 1
+        units = codes_of(codes, table, item, HKV, 0)
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
             for x in range(first, last):
                 stage = step % STAGES
+                if FETCH:
+                    prefetch_codes(units + (x - first) * UNIT, 64)
                 mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(q_full.index(stage), 4 * 64 * D)
                 load_box(q, q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
@@ -79,30 +81,21 @@ def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.const
 
 
 @gluon.jit
-def _clock(
-    lse, delta, table, total, lse_slots, delta_slots, time_slots, bucket_slots, q_relative, k_relative, time_index, edges,
-    q_full, q_empty, rows,
-    HKV: gl.constexpr, GROUP: gl.constexpr, SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, TIME_STEPS: gl.constexpr,
+def _statistics(
+    lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows,
+    HKV: gl.constexpr, GROUP: gl.constexpr, SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    step = 0
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        kv_head = item % HKV
-        q_row, lq, k_row, h, n0, shift, _t = read_entry(table, item, total, HKV)
-        first, last = query_blocks(n0, lq, shift, CAUSAL)
-        j = n0 + gl.arange(0, 64, layout=layout)
-        low_0, high_0 = _range_of(gl.load(k_relative + k_row + j, j < h, 0), j < h)
-        low_1, high_1 = _range_of(gl.load(k_relative + k_row + j + 64, j + 64 < h, 0), j + 64 < h)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for x in range(first, last):
-                i = x * 64 + gl.arange(0, 64, layout=layout)
-                t = gl.load(q_relative + q_row + i, i < lq, 0)
-                q_low, q_high = _range_of(t, i < lq)
-                first_0, last_0 = _buckets(q_low, q_high, low_0, high_0, time_index, edges, TIME_STEPS)
-                first_1, last_1 = _buckets(q_low, q_high, low_1, high_1, time_index, edges, TIME_STEPS)
-                stage = step % STAGES
-                if SOFTMAX:
+    if SOFTMAX:
+        layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+        step = 0
+        for item in range(gl.program_id(0), total, gl.num_programs(0)):
+            kv_head = item % HKV
+            q_row, lq, _k_row, _h, n0, shift, _t = read_entry(table, item, total, HKV)
+            first, last = query_blocks(n0, lq, shift, CAUSAL)
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                for x in range(first, last):
+                    i = x * 64 + gl.arange(0, 64, layout=layout)
+                    stage = step % STAGES
                     at = head.to(gl.int64) * rows + q_row + i
                     lse_i = gl.load(lse + at, i < lq, float("-inf"))
                     delta_i = gl.load(delta + at, i < lq, 0.0)
@@ -111,25 +104,18 @@ def _clock(
                     mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
                     lse_slots.index(stage).store(lse_i)
                     delta_slots.index(stage).store(delta_i)
-                else:
-                    mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
-                time_slots.index(stage).store(t)
-                bucket_slots.index(4 * stage).store(gl.full([1], first_0, gl.int32, one))
-                bucket_slots.index(4 * stage + 1).store(gl.full([1], last_0, gl.int32, one))
-                bucket_slots.index(4 * stage + 2).store(gl.full([1], first_1, gl.int32, one))
-                bucket_slots.index(4 * stage + 3).store(gl.full([1], last_1, gl.int32, one))
-                mbarrier.arrive(q_full.index(stage), count=1)
-                step += 1
+                    mbarrier.arrive(q_full.index(stage), count=1)
+                    step += 1
 
 
 @gluon.jit
 def _consumer(
-    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, time_slots, bucket_slots, q_full, q_empty, k_full, done,
-    position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
+    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+    pairs, time, codes,
     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, LANES: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -138,11 +124,11 @@ def _consumer(
     dtype: gl.constexpr = q_slots.dtype
     step = 0
     tile = 0
-    q_row, lq, k_row, h, n0, shift, t = read_entry(table, gl.program_id(0), total, HKV)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         kv_head = item % HKV
-        lq = alive(lq)
-        n_q_row, n_lq, n_k_row, n_h, n_n0, n_shift, n_t = read_entry(table, item + gl.num_programs(0), total, HKV)
+        _q_row, lq, _k_row, h, n0, shift, _t = read_entry(table, item, total, HKV)
+        if FETCH:
+            prefetch_entry(table, item + gl.num_programs(0), total, HKV)
         first, last = query_blocks(n0, lq, shift, CAUSAL)
         own = n0 + WHO * 64
         slot = tile % HELD
@@ -152,7 +138,7 @@ def _consumer(
             v_tile = v_slots.index(2 * slot + WHO)
             j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             j1 = gl.minimum(own + 64, h)
-            tk = gl.load(k_relative + k_row + j, j < h, 0)
+            units = codes_of(codes, table, item, HKV, WHO) - first.to(gl.int64) * UNIT
             dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             begin, end = query_blocks(own, lq, shift, CAUSAL)
@@ -160,41 +146,26 @@ def _consumer(
                 act_id = 0
                 if act_ids is not None:
                     act_id = gl.load(act_ids + head)
-                table_p = position + head.to(gl.int64) * stride_p
                 pairs_p = pairs + head.to(gl.int64) * (2 * stride_p)
                 table_t = time + head.to(gl.int64) * stride_t
+                entry = j * 0.0
+                if LANES:
+                    entry = lane_entry(table_t, edges, gl.SliceLayout(1, s_layout))
                 step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
                 for x in range(begin, end):
                     m0 = x * 64
                     stage = step % STAGES
                     s = gl.full([64, 64], 0.0, gl.float32, s_layout)
                     dp = s
+                    code = load_codes(units + x * UNIT, s_layout)
                     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
                     s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-                    if not LATE:
-                        dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
-                    tq = time_slots.index(stage).load(column_layout)
-                    lowest = read_number(bucket_slots, 4 * stage + 2 * WHO)
-                    highest = read_number(bucket_slots, 4 * stage + 2 * WHO + 1)
                     i = m0 + gl.arange(0, 64, layout=column_layout)
                     p = gl.minimum(i + shift, h)
                     p_min = gl.minimum(m0 + shift, h)
-                    p_max = gl.minimum(gl.minimum(m0 + 64, lq) - 1 + shift, h)
-                    if LATE:
-                        s = warpgroup_mma_wait(0, deps=(s,))
-                    else:
-                        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-                    if STRIP:
-                        s = add_strip(
-                            s * scale, p[None, :], j[:, None], own - p_max, j1 - 1 - p_min, table_p, pairs_p, own - m0 - shift,
-                            gl.minimum(m0 + 64, lq) <= lq - t, radius, PLUS, PLUS_TYPES, 32,
-                        )  # fmt: skip
-                    else:
-                        s = add_position(s * scale, p[None, :], j[:, None], own - p_max, j1 - 1 - p_min, table_p, radius, True)
-                    if lowest >= 0:
-                        s = add_buckets(s, tq[None, :], tk[:, None], lowest, highest, table_t, time_index, edges, True)
-                    else:
-                        s = add_far(s, i[None, :], j[:, None], lq, h, q_row, k_row, table_t, time_edges, q_times, k_times, edges)
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                    s = add_columns(s, scale, j, m0 + shift, h, pairs_p, radius)
+                    s = add_entries(s, code, table_t, entry, LANES)
                     if SOFTMAX:
                         prob = gl.exp2(s * LOG2E - lse_slots.index(stage).load(column_layout)[None, :])
                         slope = prob
@@ -207,12 +178,10 @@ def _consumer(
                             seen = j[:, None] <= p[None, :]
                             prob = gl.where(seen, prob, 0.0)
                             slope = gl.where(seen, slope, 0.0)
-                    if LATE:
-                        dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+                    dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
                     p16 = gl.convert_layout(prob.to(dtype), p_layout, assert_trivial=True)
                     dv_acc = warpgroup_mma(p16, do_slots.index(stage), dv_acc, is_async=True)
-                    if LATE:
-                        dp = warpgroup_mma_wait(1, deps=(dp,))
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
                     if SOFTMAX:
                         dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
                     ds16 = gl.convert_layout((slope * dp).to(dtype), p_layout, assert_trivial=True)
@@ -228,17 +197,16 @@ def _consumer(
             step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
         mbarrier.arrive(done.index(slot), count=1)
         tile += 1
-        q_row, lq, k_row, h, n0, shift, t = n_q_row, n_lq, n_k_row, n_h, n_n0, n_shift, n_t
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows", "radius", "edges"])
 def hopper_bias_dkdv_kernel(
     q, k, v, dout, dk_box, dv_box, dk, dv, lse, delta, table, tile_count, k_offsets,
-    position, pairs, time, time_index, time_edges, q_times, k_times, q_relative, k_relative, act_ids,
+    pairs, time, codes, act_ids,
     batch, rows, k_rows, radius, edges, scale, ds_scale, dv_scale, stride_dk, stride_p, stride_t,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
-    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, TIME_STEPS: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, LATE: gl.constexpr, STRIP: gl.constexpr, PLUS: gl.constexpr, PLUS_TYPES: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, LANES: gl.constexpr, FETCH: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
@@ -254,9 +222,7 @@ def hopper_bias_dkdv_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
-    time_slots = gl.allocate_shared_memory(gl.int32, [STAGES, 64], flat)
-    bucket_slots = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], flat)
-    q_full, q_empty = make_barriers(STAGES, 2), make_barriers(STAGES, 2)
+    q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
     k_full, k_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 2)
     fence_async_shared()
     gl.warp_specialize(
@@ -264,36 +230,33 @@ def hopper_bias_dkdv_kernel(
             (
                 _consumer,
                 (
-                    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, time_slots, bucket_slots,
+                    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
                     q_full, q_empty, k_full, done,
-                    position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
+                    pairs, time, codes,
                     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
-                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, LATE, STRIP, PLUS, PLUS_TYPES,
+                    0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, LANES, FETCH,
                 ),
             ),
             (
                 _consumer,
                 (
-                    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, time_slots, bucket_slots,
+                    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots,
                     q_full, q_empty, k_full, done,
-                    position, pairs, time, time_index, time_edges, q_times, k_times, k_relative,
+                    pairs, time, codes,
                     act_ids, radius, edges, scale, ds_scale, dv_scale, stride_p, stride_t,
-                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, LATE, STRIP, PLUS, PLUS_TYPES,
+                    1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, HELD, LANES, FETCH,
                 ),
             ),
             (
                 _producer,
                 (
-                    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
-                    HKV, GROUP, D, CAUSAL, STAGES, HELD,
+                    q, k, v, dout, table, codes, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
+                    HKV, GROUP, D, CAUSAL, STAGES, HELD, FETCH,
                 ),
             ),
             (
-                _clock,
-                (
-                    lse, delta, table, total, lse_slots, delta_slots, time_slots, bucket_slots, q_relative, k_relative, time_index, edges,
-                    q_full, q_empty, rows, HKV, GROUP, SOFTMAX, CAUSAL, STAGES, TIME_STEPS,
-                ),
+                _statistics,
+                (lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, HKV, GROUP, SOFTMAX, CAUSAL, STAGES),
             ),
             (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD)),
         ],

@@ -21,8 +21,9 @@ from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.hopper.launch import _addressable, _box, _nothing
 
 _ROWS = 128
-# Buckets for which there are bins in shared memory.
-_BINS = 32
+_UNIT = 8192
+# Buckets that a byte can name, and that the lanes of a warp and the bins in shared memory hold.
+_CODES, _LANES = 256, 32
 _FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
 
 
@@ -30,7 +31,7 @@ def forward(problem: Problem, tensors: tuple[Tensor | None, ...], gluon_only: bo
     """Output ``[rows, H, D]`` and, for softmax, lse ``[H, rows]`` (else None)."""
     p = plan(problem)
     x = Inputs(p, tensors)
-    if _nothing(x):
+    if _nothing(x) or x.edges >= _CODES:
         return launch_forward.forward(problem, tensors)
     out = torch.empty(x.out_rows, p.heads, p.dv, dtype=x.q.dtype, device=x.device)
     lse = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
@@ -56,7 +57,9 @@ def _choose(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -
 def candidates(kernel: str, only: bool) -> list[Config]:
     """For hopper.bias_forward and hopper.bias_backward: with ``only`` these kernels, else the portable ones unless a rule says that these
     were measured to be faster."""
-    found: list[Config] = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 3, "STRIP": strip} for strip in (0, 1)]
+    found: list[Config] = [
+        {"GLUON": 1, "BLOCK_N": n, "STAGES": stages, "FETCH": fetch} for n, stages in ((64, 3), (128, 2)) for fetch in (0, 1)
+    ]
     if kernel == "hopper.bias_backward":
         found = [{"GLUON": 1}]
     return found if only else [{"GLUON": 0}, *found]
@@ -68,7 +71,8 @@ def backward(
     """Gradients of q, k, v, target_k, target_v, bias_position, bias_time, None where not needed."""
     p = plan(problem)
     x = Inputs(p, saved[:18])
-    if _nothing(x) or not all(needs[:3]) or not (needs[5] and needs[6]) or row_width(x) > launch_backward._WIDEST_ROW:
+    wide = row_width(x) > launch_backward._WIDEST_ROW or x.edges >= _LANES
+    if _nothing(x) or not all(needs[:3]) or not (needs[5] and needs[6]) or wide:
         return launch_backward.backward(problem, saved, dout, needs)
     found: list[tuple[Tensor | None, ...]] = []
 
@@ -96,23 +100,16 @@ def _backward(x: Inputs, results: tuple[Tensor | None, ...], dout: Tensor, needs
     return pass_.dq, dk, dv, None, None, *tables
 
 
-def _plus(config: Config, columns: int, transposed: bool = False) -> dict[str, Any]:
-    """The constants of `bias.add_strip`, for STRIP."""
-    plus, types = warp_sums.plus_diagonals(columns, transposed) if config["STRIP"] else ("", "")
-    return {"PLUS": plus, "PLUS_TYPES": types}
-
-
 def row_width(x: Inputs) -> int:
     return launch_backward.row_width(x.radius, x.bias_time.shape[1])
 
 
 def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    kinds = ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1))
-    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "BINS": b, "STRIP": s, "LATE": late} for b, s, late in kinds]
+    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "LATE": late, "FETCH": fetch} for late in (1, 0) for fetch in (0, 1)]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2, "HELD": 2, "STRIP": strip, "LATE": late} for strip, late in ((0, 0), (1, 0), (1, 1))]
+    return [{"STAGES": 2, "HELD": 2, "FETCH": fetch} for fetch in (0, 1)]
 
 
 def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:
@@ -120,16 +117,16 @@ def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Conf
 
     x, p, t = pass_.x, pass_.x.plan, pass_.x.tables
     tiles = x.k_tiles(_ROWS)
+    entries, codes = coded(x, tiles, keys=True)
     folded = _folded(p)
     left, value = ((1.5, 0.5)[folded - 1], 0.5) if folded else (p.folded_gain, p.folded_gain)
     launch(
         hopper_bias_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(pass_.dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, pass_.lse, pass_.delta,
-        table(x, tiles), tiles.count, x.k_offsets,
-        t.position, t.pairs, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, x.act_ids,
+        entries, tiles.count, x.k_offsets, t.pairs, t.time, codes, x.act_ids,
         x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, p.scale * p.out_scale * left, p.out_scale * value, dk.stride(0),
         *bias_strides(x),
-        HKV=p.kv_heads, TIME_STEPS=x.time_steps, **constants(p), **_plus(config, 64, transposed=True), **config,
+        HKV=p.kv_heads, LANES=x.edges < _LANES, **constants(p), **config,
     )  # fmt: skip
 
 
@@ -138,24 +135,24 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
 
     x, p, n, t = pass_.x, pass_.x.plan, config["BLOCK_N"], pass_.x.tables
     tiles = x.q_tiles(_ROWS)
+    entries, codes = coded(x, tiles)
     width = row_width(x)
     programs = max(1, min(x.info.sms // p.heads, tiles.bound))
     partial = torch.zeros(programs, p.heads, 10, width, dtype=torch.float32, device=x.device)
-    config = config | {"BINS": config["BINS"] and x.edges < _BINS}
     folded = _folded(p)
     left = (1.5, 0.5)[folded - 1] if folded else p.folded_gain
     k = x.k if p.targets else None
     out, dout, dq = pass_.out, pass_.dout, pass_.dq
     strides = (0, 0) if out is None else out.stride()[:2]
+    sums = {name: text for name, text in warp_sums.constants(n, width, True).items() if not name.startswith("REACHING")}
     launch(
         hopper_bias_dq_kernel, (programs * p.heads,), x.device,
         _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, pass_.lse, pass_.delta,
-        table(x, tiles), tiles.count, x.q_offsets,
-        t.position, t.pairs, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times,
+        entries, tiles.count, x.q_offsets, t.pairs, t.time, codes, x.bias_time_edges, x.q_times, x.k_times,
         pass_.ds_own, k, partial, x.act_ids,
         x.batch, x.out_rows, x.radius, x.edges, width, p.scale, p.scale * p.out_scale * left, p.folded_gain / left, pass_.delta_scale,
         *strides, dq.stride(0), *bias_strides(x), x.k.stride(0), x.k.stride(1),
-        H=p.heads, TIME_STEPS=x.time_steps, PAD=PAD, **warp_sums.constants(n, width, True), **_plus(config, n), **constants(p), **config,
+        H=p.heads, TIME_STEPS=x.time_steps, PAD=PAD, LANES=x.edges < _LANES, **sums, **constants(p), **config,
     )  # fmt: skip
     return list(launch_backward.bias_gradients(x, partial.sum((0, 2)) * (p.out_scale * left)))
 
@@ -165,27 +162,55 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
 
     p, n, t = x.plan, config["BLOCK_N"], x.tables
     tiles = x.q_tiles(_ROWS)
+    entries, codes = coded(x, tiles)
     own = launch_forward._own_scores(x) if p.targets else None
     v = x.v if p.targets else None
     folded = _folded(p)
     launch(
         hopper_bias_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, table(x, tiles), tiles.count, x.q_offsets,
-        t.position, t.pairs, t.time, t.index, x.bias_time_edges, x.q_times, x.k_times, t.q_times, t.k_times, own, v, x.act_ids,
+        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, entries, tiles.count, x.q_offsets,
+        t.pairs, t.time, codes, own, v, x.act_ids,
         x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 if folded else p.folded_gain), out.stride(0),
         *bias_strides(x), x.v.stride(0), x.v.stride(1),
-        H=p.heads, TIME_STEPS=x.time_steps, **constants(p), **_plus(config, n), BLOCK_N=n, STAGES=config["STAGES"], STRIP=config["STRIP"],
+        H=p.heads, LANES=x.edges < _LANES, **constants(p), **{name: value for name, value in config.items() if name != "GLUON"},
     )  # fmt: skip
 
 
-def table(x: Inputs, tiles: TileList) -> Tensor:
-    """The entries of a list spelt out, see `forward_bias`."""
-    from gem_kernels.triton.hopper.forward_bias import bias_table_kernel
+def room(x: Inputs, keys: bool) -> tuple[bool, int, int]:
+    """(whether a tile has the units of what a causal mask leaves it alone, units for every 128 rows, all units), see `bias_codes`."""
+    p = x.plan
+    packed = p.causal and x.q_offsets is x.k_offsets
+    rows, own, other = (x.k.shape[0], p.k_bound, p.q_bound) if keys else (x.out_rows, p.q_bound, p.k_bound)
+    units = -(-own // _ROWS) + 1 if packed else -(-other // 64)
+    # A tile of 128 columns may read one more than it needs, and the key side one ahead.
+    return packed, units, (rows // _ROWS + x.batch) * units + 2
 
+
+def coded(x: Inputs, tiles: TileList, keys: bool = False) -> tuple[Tensor, Tensor]:
+    """The entries of a list of query tiles, or of key tiles, spelt out, and their codes: a byte for each column that a row sees."""
+    from gem_kernels.triton.hopper.bias_codes import bias_codes_kernel
+
+    t = x.tables
+    entries = table(x, tiles, keys)
+    codes = torch.empty(room(x, keys)[2], _UNIT, dtype=torch.int8, device=x.device)
+    sides = (t.k_times, t.q_times, x.k_times, x.q_times) if keys else (t.q_times, t.k_times, x.q_times, x.k_times)
+    launch(
+        bias_codes_kernel, (tiles.bound, 2), x.device,
+        codes, entries, tiles.count, *sides, t.index, x.bias_time_edges, x.edges,
+        CAUSAL=x.plan.causal, KEYS=keys, STEPS=x.time_steps, num_warps=4,
+    )  # fmt: skip
+    return entries, codes
+
+
+def table(x: Inputs, tiles: TileList, keys: bool) -> Tensor:
+    """The entries of a list spelt out, see `bias_codes`."""
+    from gem_kernels.triton.hopper.bias_codes import bias_table_kernel
+
+    packed, units, _all = room(x, keys)
     found = torch.empty(tiles.bound, 8, dtype=torch.int32, device=x.device)
     launch(
         bias_table_kernel, (tiles.bound,), x.device,
-        found, tiles.tiles, tiles.count, x.q_offsets, x.k_offsets, x.num_targets, ROWS=_ROWS, num_warps=1,
+        found, tiles.tiles, tiles.count, x.q_offsets, x.k_offsets, x.num_targets, units, ROWS=_ROWS, KEYS=keys, PACKED=packed, num_warps=1,
     )  # fmt: skip
     return found
 

@@ -27,6 +27,8 @@ _TRITON = "3.6"
 _WIDTHS = (64, 128, 256)
 _BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
 _BIAS = frozenset({"bias_position", "bias_time"})
+_LONGEST_BIASED = 4096
+"""A row's time buckets take a byte for each key that it sees, of which a causal mask leaves half: 2 KiB beside a row's kilobyte of q."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -75,6 +77,9 @@ def _beyond(problem: Problem) -> Supported:
         return no("candidates only with a relative bias by position and time, bias only by both")
     if found - _BIAS - {"num_targets"} or problem.option("window") is not None or problem.dim("D") > 128:
         return no("relative bias without windows, context or request sharing, heads of up to 128 columns")
+    longest = max(int(problem.option("max_q_len")), int(problem.option("max_k_len")))
+    if longest > _LONGEST_BIASED:
+        return no(f"relative bias for samples of at most {_LONGEST_BIASED} rows and keys; max_q_len and max_k_len allow {longest}")
     return YES
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck
 
+from gem_core.model import layers
 from gem_core.model.config import (
     CrossConfig,
     DotConfig,
@@ -20,7 +21,18 @@ from gem_core.model.experts import SummedExperts
 from gem_core.model.heads import Heads
 from gem_core.model.interaction import Cross, Dot, FactorizationMachine, Wukong
 from gem_core.model.interformer import GeneratedFfn
-from gem_core.model.layers import FeedForward, Gate, MaskNet, NormLinear, TokenMix, _AddedLinear, _RowsLinear, _WithEach, added_linear
+from gem_core.model.layers import (
+    FeedForward,
+    Gate,
+    MaskNet,
+    NormLinear,
+    TokenMix,
+    _AddedLinear,
+    _RowsLinear,
+    _WithEach,
+    added_linear,
+    rows_linear,
+)
 from gem_core.model.pooling import Pooling, SeedPooling, SumKron
 from gem_core.model.rows import Rows
 from gem_core.model.sequence import NextEvent, Pffn, SelfAttention, SequenceBlock, rotary_angles
@@ -299,6 +311,14 @@ def test_rows_linear_has_the_gradients_of_linear():
         found.backward()
         alone = given[wanted].grad
         assert torch.allclose(alone, torch.autograd.grad(expected, given[wanted])[0])
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4)])
+def test_rows_of_any_shape(shape, monkeypatch):
+    monkeypatch.setattr(layers, "_many", lambda _: True)
+    linear, x = nn.Linear(4, 3).double(), randn(*shape).requires_grad_()
+    assert torch.equal(rows_linear(linear, x), linear(x))
+    assert gradcheck(lambda x, *_: rows_linear(linear, x), (x, linear.weight, linear.bias))
 
 
 def test_product_with_each_sample():

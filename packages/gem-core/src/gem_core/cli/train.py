@@ -93,6 +93,8 @@ def task_text(metrics: Mapping[str, float | None], undefined: Mapping[str, str])
         if bayes is not None:
             share = f": {(1 - ne) / (1 - bayes):.0%} of the explainable gain" if bayes < 1 else ""
             text += f" (Bayes {bayes:.4f}{share})"
+        elif ne > 1:
+            text += " (worse than always predicting the base rate)"
         parts.append(text)
     parts += [f"{name} {value:.4f}" for name, value in metrics.items() if value is not None and name not in ("ne", "bayes_ne")]
     reasons: dict[str, list[str]] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -114,16 +115,13 @@ def synth(
     config = SyntheticConfig(
         rows=rows, eval_rows=held, test_rows=test_rows or held, seed=seed, users=users, length=length, days=days, drift=drift
     )
-    if partitions is not None:
-        with unfinished(out):
-            written = write_partitions(out, config, partitions)
-        print(f"{out / 'log'}: {len(written)} partitions, {sum(written.values()):,} rows")
-        print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
-        return
     with unfinished(out):
-        counts = write_synthetic(out, config)
-    for split, count in counts.items():
-        print(f"{out / split}.parquet: {count:,} rows")
+        counts = write_synthetic(out, config) if partitions is None else write_partitions(out, config, partitions)
+    if partitions is not None:
+        print(f"{out / 'log'}: {len(counts)} partitions, {sum(counts.values()):,} rows")
+    else:
+        for split, count in counts.items():
+            print(f"{out / split}.parquet: {count:,} rows")
     print(f"{out / 'config.toml'}: gemrec train config.toml, in this folder")
 
 
@@ -192,17 +190,10 @@ def bench(
 
     Example: gemrec bench data --rows 200000 --out docs/benchmarks
     """
-    import json
-
     from gem_data.bench import run, table
-    from gem_data.writer import write_text
 
     record = run(rows, repeats, threads, seed, folder)
-    text = table(record)
-    print(text)
-    if out is not None:
-        write_text(out / "data.json", json.dumps(record, indent=1) + "\n")
-        write_text(out / "data.md", "# Parquet to batches\n\n" + text)
+    _tell(record, table(record), out, "data", "Parquet to batches")
 
 
 def predict(
@@ -320,17 +311,20 @@ def bench_predict(
 
     Example: gemrec bench predict --out docs/benchmarks
     """
-    import json
-
     from gem_data.bench_predict import run, table
-    from gem_data.writer import write_text
 
     record = run(rows, mean, repeats, threads, seed, folder)
-    text = table(record)
+    _tell(record, table(record), out, "predict", "gemrec predict")
+
+
+def _tell(record: dict[str, Any], text: str, out: Path | None, name: str, title: str) -> None:
+    """Print what a benchmark measured; with ``out`` also write it there."""
+    from gem_data.writer import write_text
+
     print(text)
     if out is not None:
-        write_text(out / "predict.json", json.dumps(record, indent=1) + "\n")
-        write_text(out / "predict.md", "# gemrec predict\n\n" + text)
+        write_text(out / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        write_text(out / f"{name}.md", f"# {title}\n\n{text}")
 
 
 def vocab(

@@ -33,8 +33,9 @@ def config(**data):
 
 def test_a_step_is_measured():
     found = step.measure(config(), steps=6, warmup=1)
-    assert found["step_ms_range"][0] <= found["step_ms"] <= found["step_ms_range"][1]
-    assert found["samples_per_s"] == pytest.approx(16e3 / found["step_ms"], rel=0.5)
+    fastest, slowest = found["step_ms_range"]
+    assert fastest <= found["step_ms"] <= slowest
+    assert 0.5 * 16e3 / slowest < found["samples_per_s"] < 1.5 * 16e3 / fastest
     assert len(found["losses"]) == 7
     assert found["wasted"] == 0.0
     assert found["mfu"] is None
@@ -199,8 +200,8 @@ def test_a_slow_source_and_a_slow_log_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(overheads, "grouped", slow_source)
     with pytest.raises(RunError, match="measured"):
         plain.run()
-    bare, logged, fed = (sum(plain.seconds[k]) / 2 for k in ("bare", "logged", "fed"))
-    assert logged - bare > 0.015  # 0.04 on average, on a host that others use too
+    bare, logged, fed = (min(plain.seconds[k]) for k in ("bare", "logged", "fed"))
+    assert logged - bare > 0.015  # 0.04 and 0.08, on a host that others use too
     assert fed - logged > 0.03
     assert calls["read"] == 1 + 2 + 2 * (overheads.LEAD + 4)
     assert len(plain.waits.seen) == 4

@@ -106,7 +106,8 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, spec: str) -> Any:
         y, _, mean, rstd = torch.ops.gem.norm_linear.default(x, w, b, norm_weight, norm_bias, None, spec)
-        ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, rstd, *(meeting.made_of(x) or ()))
+        made = meeting.made_of(x) if meeting.kept_as_they_are() else None
+        ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, rstd, *(made or ()))
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
@@ -117,7 +118,8 @@ class _Through(torch.autograd.Function):
         if dy is None:
             return dx, None, None, None, None, None
         needs = list(ctx.needs_input_grad[:-1])
-        saved, made = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        both = ctx.saved_tensors  # once: under a checkpoint each access unpacks
+        saved, made = both[:7], both[7:]
         if made:
             meeting.note_made(saved[0], meeting.Made(*made))
         grads = torch.ops.gem.norm_linear_backward.default(*saved, dy, dx, needs, ctx.spec, [])

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BAGS = 16
-CHUNK = 64
+BAGS = 8
+CHUNK = 128
 GROUP = 8
 PIECES, COLUMNS = 128, 32
 """Partial sums and columns that a program of the second pass adds at a time."""
@@ -56,14 +56,18 @@ def bag_sums_kernel(
 @triton.jit
 def bag_sums_slots_kernel(offsets, owners, heads, bags, BAGS: tl.constexpr, CHUNK: tl.constexpr):
     """Which long bag each slot belongs to, and whose first slot it is."""
-    bag = tl.cast(tl.program_id(0), tl.int64) * BAGS + tl.arange(0, BAGS)
-    first = tl.load(offsets + bag, mask=bag < bags, other=0)
-    chunks = (tl.load(offsets + bag + 1, mask=bag < bags, other=0) - first) // CHUNK
-    most = tl.max(chunks, 0)
-    if most > 0:
-        tl.store(heads + first // CHUNK, bag, mask=chunks > 0)
-        for i in range(most):
-            tl.store(owners + first // CHUNK + i, bag, mask=i < chunks)
+    begin = tl.cast(tl.program_id(0), tl.int64) * BAGS
+    place = tl.arange(0, BAGS)
+    first = tl.load(offsets + begin + place, mask=begin + place < bags, other=0)
+    last = tl.load(offsets + begin + place + 1, mask=begin + place < bags, other=0)
+    if tl.max(last - first, 0) >= CHUNK:
+        for bag in range(begin, tl.minimum(begin + BAGS, bags)):
+            start = tl.load(offsets + bag)
+            chunks = (tl.load(offsets + bag + 1) - start) // CHUNK
+            if chunks > 0:
+                tl.store(heads + start // CHUNK, bag)
+                for i in range(0, chunks, BAGS):
+                    tl.store(owners + start // CHUNK + i + place, tl.zeros_like(place) + bag, mask=i + place < chunks)
 
 
 @triton.jit

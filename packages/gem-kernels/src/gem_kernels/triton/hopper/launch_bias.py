@@ -105,11 +105,12 @@ def row_width(x: Inputs) -> int:
 
 
 def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "LATE": late, "FETCH": fetch} for late in (1, 0) for fetch in (0, 1)]
+    kinds = ((2, 2, 1, 0), (2, 2, 1, 1), (2, 2, 0, 0), (2, 2, 0, 1), (4, 1, 0, 1))
+    return [{"BLOCK_N": 64, "STAGES": stages, "HELD": held, "LATE": late, "FETCH": fetch} for stages, held, late, fetch in kinds]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": 2, "HELD": 2, "FETCH": fetch} for fetch in (0, 1)]
+    return [{"STAGES": stages, "HELD": held, "FETCH": fetch} for stages, held, fetch in ((2, 2, 0), (2, 2, 1), (4, 1, 1))]
 
 
 def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:

@@ -136,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--only", choices=("sums", "update"))
     parser.add_argument("--tune", action="store_true", help="other chunks and tiles too")
     args = parser.parse_args()
     begun, (chunk, bags) = time.monotonic(), (kernels.CHUNK, kernels.BAGS)
@@ -150,18 +151,24 @@ def main() -> int:
     todo += [("sums", lambda k=k: sums(k, torch.float32, variants[:1])) for k in kinds]
     todo += [("update", lambda k=k: updates(k, chunk)) for k in kinds]
     for section, work in todo:
+        if args.only not in (None, section):
+            continue
         if time.monotonic() - begun > args.seconds:
             print("time is up: not everything was measured", flush=True)
             break
         data[section] += work()
         kernels.CHUNK, kernels.BAGS = chunk, bags
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bag-sums.json").write_text(json.dumps(data, indent=1) + "\n")
+        write(args.out, data)
+    return 0
+
+
+def write(out: Path, data: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bag-sums.json").write_text(json.dumps(data, indent=1) + "\n")
     v = data["environment"]
     head = f"{v['device']}; " + ", ".join(f"{k} {n}" for k, n in v["versions"].items()) + f"\n\n`{v['command']}`"
     parts = [f"## {name}\n\n{table(data[name])}" for name in ("sums", "update") if data[name]]
-    (args.out / "bag-sums.md").write_text(f"# Gradients of shared rows\n\n{head}\n\n" + "\n\n".join(parts) + "\n")
-    return 0
+    (out / "bag-sums.md").write_text(f"# Gradients of shared rows\n\n{head}\n\n" + "\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

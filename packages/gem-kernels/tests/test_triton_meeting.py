@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
@@ -96,3 +97,18 @@ def test_a_gradient_that_was_written_since_counts_as_it_is(monkeypatch: pytest.M
     monkeypatch.setattr(meeting, "made_of", lambda _: None)
     for one, two in zip(found, gradients()):
         torch.testing.assert_close(one, two, **CLOSE)
+
+
+def test_not_where_saved_tensors_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation drops what was saved; kept beside, it would take the memory that was to be free."""
+    monkeypatch.setattr(norm_gdpa, "meet", lambda *_: pytest.fail("what was noted is kept"))
+    given = _inputs(0, 2, 16)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        offsets = [lengths_to_offsets(torch.tensor(n)).to(DEVICE) for n in (LENGTHS, KEYS)]
+        s = siblings.flat(ops.norm_gdpa(q, k, v, *offsets, max_q_len=70, max_k_len=16, backend="triton"))
+        y, s = ops.norm_linear(s, w, b, through=True, backend="triton")
+        return y.float().sin().sum() + s.float().square().sum()
+
+    checkpoint(loss, *given, use_reentrant=False).backward()
+    assert all(t.grad is not None for t in given)

@@ -3,13 +3,15 @@ that gradient and this input once more.
 
 `norm_gdpa` notes with its result what it was made of. `norm_linear` with ``through``, if its input is such a result, hands that to its
 implementation, which may do the first part of the other's backward pass beside its own (`leave_gradients`); the other looks for it
-(`left_gradients`) and does it itself where there is none.
+(`left_gradients`) and does it itself where there is none. Nothing of this where saved tensors are recomputed, packed or moved
+(`kept_as_they_are`): what was noted would be kept beside.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gem_core.ops import remember
@@ -25,6 +27,11 @@ class Made(NamedTuple):
     mean: Tensor
     rstd: Tensor
     out_rstd: Tensor
+
+
+def kept_as_they_are() -> bool:
+    """Whether what is saved for backward passes now stays as it is until then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined,no-any-return,unused-ignore]
 
 
 def note_made(out: Tensor, made: Made) -> None:

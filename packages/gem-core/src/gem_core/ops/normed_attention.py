@@ -78,7 +78,7 @@ def norm_gdpa(
     tensors = (q, k, v, q_offsets, k_offsets)
     sizes = bound(OP, "max_q_len", max_q_len), bound(OP, "max_k_len", max_k_len)
     out, *stats = torch.ops.gem.norm_gdpa.default(*tensors, *sizes, finish(OP, tensors, options, backend))
-    if out.requires_grad and not torch.compiler.is_compiling():
+    if out.requires_grad and not torch.compiler.is_compiling() and meeting.kept_as_they_are():
         meeting.note_made(out, meeting.Made(q.detach(), q_offsets, *stats))
     return out  # type: ignore[no-any-return]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from gem_core.config.features import Features
 from gem_core.errors import DataError
 from gem_data.arrow import Ints, Lists, WrongType, is_list, lists, plain
 from gem_data.files import DataFile
@@ -54,6 +55,8 @@ def _search(file: DataFile, name: str) -> Located:
         kind, child = file.schema.field(top).type, name[len(top) + 1 :]
         nested = is_list(kind)
         struct = kind.value_type if nested else kind
+        if pa.types.is_struct(struct) and len(struct.get_all_field_indices(child)) > 1:
+            raise DataError(f"several fields of {top!r} have the name {child!r}", where=file.path, fix="rename all but one")
         if pa.types.is_struct(struct) and struct.get_field_index(child) >= 0:
             # A list of structs has two levels of its own (three-level lists) or one (old writers) before the child's name.
             ends = [
@@ -77,12 +80,69 @@ def missing(file: DataFile, name: str) -> DataError:
     )
 
 
+def form_of(file: DataFile, name: str) -> tuple[str, str]:
+    """("single values", "lists" or "lists of lists", what they are of: "integers", "numbers", "booleans", "times" or "text"; "" where it is
+    not known: folders hold text as well as numbers)."""
+    place = locate(file, name)
+    if place.constant is not None:
+        return "single values", ""
+    kind, depth = file.schema.field(place.top).type, 0
+    child = place.child
+    while is_list(kind) or pa.types.is_struct(kind) or pa.types.is_dictionary(kind):
+        if pa.types.is_struct(kind):
+            if child is None:
+                break
+            kind, child = kind.field(child).type, None
+        else:
+            depth, kind = depth + is_list(kind), kind.value_type
+    return ("single values", "lists", "lists of lists")[min(depth, 2)], next((word for word, of in _KINDS if of(kind)), "text")
+
+
+_KINDS: tuple[tuple[str, Callable[[pa.DataType], bool]], ...] = (
+    ("", pa.types.is_null),
+    ("integers", pa.types.is_integer),
+    ("booleans", pa.types.is_boolean),
+    ("times", pa.types.is_temporal),
+    ("numbers", lambda kind: pa.types.is_floating(kind) or pa.types.is_decimal(kind)),
+)
+
+
+def carried_columns(features: Features) -> tuple[str, ...]:
+    """Columns whose values are told apart by their kind."""
+    return tuple(name for name in (features.sample_id, features.request, *features.columns) if name)
+
+
+def check_alike(files: Sequence[DataFile], names: Iterable[str], carried: Iterable[str]) -> None:
+    """All files hold a column of ``names`` as single values, or all as lists; those ``carried`` as they are, also of one kind.
+
+    :raises DataError: they do not; batches are put together of several files.
+    """
+    carried = set(carried)
+    for name in dict.fromkeys((*names, *carried)):
+        first: dict[int, tuple[str, DataFile]] = {}
+        for file in files:
+            for part, found in enumerate(form_of(file, name)[: 2 if name in carried else 1]):
+                known, other = first.setdefault(part, (found, file)) if found else (found, file)
+                if known != found:
+                    raise DataError(
+                        f"the column holds {found}, and {known} in {other.path}",
+                        where=f"{file.path}, column {name!r}",
+                        fix="store it in one type in all files",
+                    )
+
+
 def _folder_value(text: str) -> pa.Scalar:
-    """What a folder ``key=value`` says: a number where 64 bits hold it, else text."""
+    """What a folder ``key=value`` says: nothing, a number where 64 bits hold it, or text."""
+    if text == _NO_VALUE:
+        return pa.scalar(None)
     for kind in (pa.int64(), pa.uint64()) if re.fullmatch(r"-?\d+", text) else ():
         with suppress(OverflowError, pa.ArrowInvalid):
             return pa.scalar(int(text), kind)
     return pa.scalar(text)
+
+
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+"""The folder of rows whose key is null, as Hive and Spark write it."""
 
 
 class Chunk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -21,6 +23,7 @@ from gem_data.writer import UNFINISHED
 Path = str | os.PathLike[str]
 _MAGIC = b"PAR1"
 _OPEN_AT_ONCE = 4
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,24 @@ def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[Da
     found: list[tuple[pafs.FileSystem, str, str]] = []
     for path in paths:
         found += _expand(path, root)
-    seen: set[str] = set()
-    unique = [f for f in found if not (f[1] in seen or seen.add(f[1]))]  # type: ignore[func-returns-value]
-    for folder in sorted({os.path.dirname(path) for filesystem, path, _ in unique if isinstance(filesystem, pafs.LocalFileSystem)}):
+    unique: dict[str, tuple[pafs.FileSystem, str, str]] = {}
+    again = []
+    for place in found:
+        key = os.path.realpath(place[1]) if isinstance(place[0], pafs.LocalFileSystem) else place[1]
+        if unique.setdefault(key, place) is not place:
+            again.append(place[1])
+    if again:
+        shown = ", ".join(again[:3]) + (", ..." if len(again) > 3 else "")
+        _log.warning("%d paths lead to files that are read already; each is read once: %s", len(again), shown)
+    for folder in sorted(
+        {os.path.dirname(path) for filesystem, path, _ in unique.values() if isinstance(filesystem, pafs.LocalFileSystem)}
+    ):
         with suppress(OSError), open(os.path.join(folder, UNFINISHED)) as file:
             command = file.read().strip()
             what = "the files are not complete: the command that writes them was stopped, or has not ended"
             raise DataError(what, where=folder, fix=f"run it again, or wait for it: {command}")
     with ThreadPoolExecutor(min(8, len(unique))) as pool:
-        return list(pool.map(lambda f: _footer(*f), unique))
+        return list(pool.map(lambda f: _footer(*f), unique.values()))
 
 
 def _expand(path: Path, root: str | None) -> list[tuple[pafs.FileSystem, str, str]]:
@@ -87,22 +99,53 @@ def _expand(path: Path, root: str | None) -> list[tuple[pafs.FileSystem, str, st
         raise DataError("there is no such file or folder", where=full, fix=fix)
     if info.type == pafs.FileType.File:
         return [(filesystem, info.path, "")]
-    below = filesystem.get_file_info(pafs.FileSelector(inner, recursive=True))
-    skip = [part for part in below if part.base_name[:1] in "._"]
-    hidden = tuple(f"{p.path}/" for p in skip)
-    files = sorted(
-        f.path
-        for f in below
-        if f.type == pafs.FileType.File
-        and f.base_name.endswith((".parquet", ".pq", ".parq"))
-        and f.base_name[:1] not in "._"
-        and not f.path.startswith(hidden)
-    )
+    if info.type != pafs.FileType.Directory:
+        raise DataError("this is neither a file nor a folder", where=full, fix=fix)
+    files = sorted(_walk(inner) if local else _listed(filesystem, inner, full))
     if not files:
         raise DataError(
             "the folder holds no Parquet file", where=full, fix="name a folder with *.parquet files, or run 'gemrec data convert' first"
         )
     return [(filesystem, f, inner) for f in files]
+
+
+def _listed(filesystem: pafs.FileSystem, inner: str, shown: str) -> list[str]:
+    """Parquet files below a folder; hidden ones and those that writers still work on (``._``) are none."""
+    try:
+        below = filesystem.get_file_info(pafs.FileSelector(inner, recursive=True))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"the folder cannot be read: {error}", where=shown, fix="check permissions and the connection") from error
+    hidden = tuple(f"{part.path}/" for part in below if part.base_name[:1] in "._")
+    return [f.path for f in below if f.type == pafs.FileType.File and _is_ours(f.base_name) and not f.path.startswith(hidden)]
+
+
+def _walk(folder: str) -> list[str]:
+    """`_listed` of the local file system, each folder once: links may lead back to where they are."""
+    found: list[str] = []
+    todo, seen = [folder], {os.path.realpath(folder)}
+    while todo:
+        try:
+            with os.scandir(todo.pop()) as listed:
+                entries = sorted((entry for entry in listed if entry.name[:1] not in "._"), key=lambda e: (e.is_symlink(), e.name))
+        except OSError as error:
+            fix = "check its permissions"
+            raise DataError(f"the folder cannot be read: {error.strerror}", where=error.filename or folder, fix=fix) from error
+        for entry in entries:
+            if entry.is_dir():
+                real = os.path.realpath(entry.path)
+                if real not in seen:
+                    seen.add(real)
+                    todo.insert(0, entry.path)
+            elif entry.is_file() and _is_ours(entry.name):
+                found.append(entry.path)
+            elif _is_ours(entry.name):
+                what = "the link leads nowhere" if entry.is_symlink() else "this is neither a file nor a folder"
+                raise DataError(what, where=entry.path, fix="mend or remove it")
+    return found
+
+
+def _is_ours(name: str) -> bool:
+    return name.endswith((".parquet", ".pq", ".parq")) and name[:1] not in "._"
 
 
 def filesystem_of(path: Path, root: str) -> tuple[pafs.FileSystem, str, str]:
@@ -151,7 +194,7 @@ def _footer(filesystem: pafs.FileSystem, path: str, base: str) -> DataFile:
             raise damaged(path, f"the footer promises {metadata.num_rows} rows, its row groups {sum(rows)}")
         leaves = tuple(metadata.schema.column(i).path for i in range(metadata.num_columns))
         folders = os.path.dirname(path)[len(base) :].split("/") if base else []
-        partition = tuple((k, v) for k, eq, v in (p.partition("=") for p in folders) if eq)
+        partition = tuple((unquote(k), unquote(v)) for k, eq, v in (p.partition("=") for p in folders) if eq)
         return DataFile(path, filesystem, info.size, info.mtime_ns, rows, file.schema_arrow, leaves, partition)
 
 
@@ -203,6 +246,8 @@ class Reader:
         """
         try:
             table = self._read(self._file(file), file, index, leaves)
+            if isinstance(file.filesystem, pafs.LocalFileSystem) and os.path.exists(file.path):
+                self._check_unchanged(file)  # one that was written over in place may still decode
             for column in table.columns:
                 column.validate(full=True)
         except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:

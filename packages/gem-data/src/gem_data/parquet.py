@@ -25,7 +25,7 @@ from gem_core.errors import ConfigError, DataError
 from gem_core.sources.order import Cursor, Plan, Span
 from gem_data.arrow import Ints
 from gem_data.balance import Balanced, Batching, Fixed, Global, GlobalPlan, TokenPlan, Tokens
-from gem_data.columns import Chunk, locate
+from gem_data.columns import Chunk, carried_columns, check_alike, locate
 from gem_data.files import Path, Reader, find_files
 from gem_data.rows import RowReader
 from gem_data.stream import Course, Stream, sizes
@@ -76,8 +76,10 @@ class ParquetSource(IterableDataset[Batch]):
         self._check_quarantine()
         self.files = find_files(paths, root)
         # Before pyarrow 22 a schema with metadata, as pandas writes it, cannot be hashed.
-        for file in {(f.schema.remove_metadata(), tuple(k for k, _ in f.partition)): f for f in reversed(self.files)}.values():
+        alike = {(f.schema.remove_metadata(), tuple(k for k, _ in f.partition)): f for f in reversed(self.files)}
+        for file in alike.values():
             self._rows.decoder.check(file)
+        check_alike(list(alike.values()), self._rows.decoder.columns, carried_columns(features))
         for file in self.files:
             for name in self._rows.filter_columns:
                 locate(file, name)

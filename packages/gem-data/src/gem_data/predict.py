@@ -19,7 +19,7 @@ import torch
 from gem_core.errors import ConfigError, DataError
 from gem_core.train.predict import Predictor
 from gem_data.block import Block
-from gem_data.columns import Chunk, locate
+from gem_data.columns import Chunk, carried_columns, check_alike, locate
 from gem_data.decode import Decoder
 from gem_data.files import DataFile, Reader, find_files
 from gem_data.prefetch import Ahead
@@ -64,6 +64,7 @@ def write_predictions(
     decoder = Decoder(predict.features, predict.hashed)
     for file in files:
         decoder.check(file)
+    check_alike(files, decoder.columns, carried_columns(decoder.features))
     kept = _columns(predict, files, columns)
     wanted = [i for i, task in enumerate(predict.tasks) if tasks is None or task in tasks]
     results = [f"{predict.tasks[i]}_{kind}" for i in wanted for kind in (result, *(("logit",) if logits else ()))]

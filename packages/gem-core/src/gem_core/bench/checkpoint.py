@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import gem_core.train
+from gem_core.bench import of_preset
 from gem_core.config import Config, load_config
 from gem_core.errors import GemError, RunError
 from gem_core.train.contract import Callback, RunInfo
@@ -158,9 +159,7 @@ def main() -> None:
     ]  # fmt: skip
     try:
         with TemporaryDirectory(dir=args.dir) as folder:
-            path = Path(folder, "bench.toml")
-            path.write_text(f'[data]\nsource = "random"\n[data.random]\npreset = "{args.preset}"\n[model]\npreset = "{args.preset}"\n')
-            config = load_config(path, [*fixed, *args.overrides])
+            config = load_config(None, [*of_preset(args.preset), *fixed, *args.overrides])
             result = measure(config, Path(folder, "run"), every=args.every, saves=args.saves)
     except GemError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None

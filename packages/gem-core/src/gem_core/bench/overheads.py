@@ -22,8 +22,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from gem_core.config import Config, load_config
 from gem_core.errors import GemError, RunError
 from gem_core.train.contract import Callback, RunInfo
@@ -122,18 +120,14 @@ class Probe(Trainer):
 
     def _window(self, run: Callable[[int], Any]) -> float:
         """Seconds a step."""
-        self._wait()
+        self.runtime.wait()
         self.meter.window()  # what a log tells is of this window alone
         self.meter.mark(None)
         began = time.perf_counter()
         for i in range(self.steps):
             run(i)
-        self._wait()
+        self.runtime.wait()
         return (time.perf_counter() - began) / self.steps
-
-    def _wait(self) -> None:
-        if self.runtime.device.type == "cuda":
-            torch.cuda.synchronize(self.runtime.device)
 
 
 def measure(config: Config, folder: Path, *, steps: int = 20, rounds: int = 5, warmup: int = 10) -> dict[str, Any]:

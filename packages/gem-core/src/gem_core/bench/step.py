@@ -73,7 +73,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         step.set_lr(1.0)
         run = _Run(parts, step, outcomes, groups, rt)
         run(1)
-        _wait(rt)
+        rt.wait()
         first_s = time.perf_counter() - began
         run(max(0, warmup - 1))
         for _ in range(SETTLING // (2 * WINDOW) if config.train.capture else 0):
@@ -85,7 +85,7 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
             torch.cuda.reset_peak_memory_stats(rt.device)
         run.events.clear()
         meters, repeated = _windows(run, steps)
-        _wait(rt)
+        rt.wait()
         windows = [_window(meter, rt) for meter in meters]
         run.read(all=True)
         memory = max(rt.gather_objects(peak_memory(rt.device)))
@@ -196,11 +196,6 @@ def _reserved(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
-def _wait(rt: Runtime) -> None:
-    if rt.device.type == "cuda":
-        torch.cuda.synchronize(rt.device)
-
-
 def _lengths(batch: Batch) -> dict[str, torch.Tensor]:
     """Real events of each history: a padded batch of the random source carries them as columns."""
     return {name: batch.columns.get(f"length.{name}", lengths) for name, lengths in history_lengths(batch).items()}
@@ -242,7 +237,7 @@ def _profile(run: Any, rt: Runtime, folder: Path | None) -> dict[str, Any] | Non
     with profile(activities=watched if folder is not None else watched[-1:]) as recorded:
         for _ in range(3):
             run()
-        _wait(rt)
+        rt.wait()
     if not rt.main:
         return None
     summary = summarise(events_of(recorded), 3) if folder is None else write(recorded, folder, 3)

@@ -93,14 +93,13 @@ def bench_local(
     """
     import json
 
-    from gem_core.bench import local
+    from gem_core.bench import local, of_preset
     from gem_core.config import load_config
     from gem_core.model.presets import find
 
     size = batch_size or find(preset).batch_size
-    with TemporaryDirectory() as folder:
-        config = load_config(_configuration(folder, preset), [*(overrides or ()), f"data.batch_size={size}"])
-        result = local.measure(config, repeats=repeats)
+    config = load_config(None, [*of_preset(preset), *(overrides or ()), f"data.batch_size={size}"])
+    result = local.measure(config, repeats=repeats)
     local.write(result, out, preset)
     print(local.table(result))
     ladder = out / f"train-{preset}.json"

@@ -93,6 +93,11 @@ class Runtime:
         """`all_gather` without this rank's own tensor."""
         return [part for rank, part in enumerate(self.all_gather(tensor)) if rank != self.rank]
 
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value in rank order; values travel pickled between the processes of this run."""
         if self.world == 1:

@@ -97,7 +97,7 @@ def measure(
                 runs[name] = _build(_with(config, chosen, options), rt)
                 for i in range(warmup * batches):
                     runs[name](given[i % batches])
-                _wait(rt)
+                rt.wait()
                 if tell is not None:
                     tell(f"{name}: ready after {time.perf_counter() - began:.1f} s{_memory(rt)}")
             for turn in range(rounds):
@@ -153,17 +153,12 @@ def _with(config: Config, recipe: str, options: Mapping[str, Any]) -> Config:
 
 def _window(run: Callable[[Fed], None], given: Sequence[Fed], steps: int, rt: Runtime) -> float:
     """Seconds a step."""
-    _wait(rt)
+    rt.wait()
     began = time.perf_counter()
     for i in range(steps):
         run(given[i % len(given)])
-    _wait(rt)
+    rt.wait()
     return (time.perf_counter() - began) / steps
-
-
-def _wait(rt: Runtime) -> None:
-    if rt.device.type == "cuda":
-        torch.cuda.synchronize(rt.device)
 
 
 def _result(seconds: Mapping[str, Sequence[float]], recipe: str, guard: bool) -> dict[str, Any]:

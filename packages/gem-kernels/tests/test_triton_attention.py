@@ -192,6 +192,16 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return lengths_to_offsets(lengths).to(DEVICE)
 
 
+@pytest.fixture(params=["ranks", "classes"])
+def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels that build lists: that of few samples and that of many."""
+    from gem_kernels.triton.attention import schedule
+
+    if request.param == "classes":
+        monkeypatch.setattr(schedule, "_MOST_RANKED", 0)
+
+
+@pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("batch", [1, 255, 256, 257, 700])
 def test_tile_list(batch: int) -> None:
     """Every valid tile once, heavy samples first, blocks from the last to the first; never more than the host's bound."""
@@ -208,6 +218,24 @@ def test_tile_list(batch: int) -> None:
     assert all(n == m - 1 for m, n in inside)
 
 
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize("shared", [False, True])
+def test_tile_list_spelt_out(shared: bool) -> None:
+    """The same tiles in the same order, with the rows of both sides; with a shared Q every sample has as many there."""
+    from gem_kernels.triton.attention.schedule import tile_list
+
+    lengths, others = (torch.randint(0, 300, (300,), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    offsets, other_offsets = offsets_of(lengths), None if shared else offsets_of(others)
+    arguments = {"rows": int(lengths.sum()), "offsets": offsets, "length": 40, "work_offsets": other_offsets}
+    tiles, _ = listed(300, 64, **arguments)
+    found = tile_list(300, 64, torch.device(DEVICE), sides=(offsets, other_offsets), **arguments)
+    assert int(found.count) == len(tiles)
+    begin, other = offsets.tolist(), (torch.arange(301) * 40).tolist() if shared else other_offsets.tolist()
+    entries = [[begin[b], begin[b + 1] - begin[b], other[b], other[b + 1] - other[b], 64 * m] for b, m in tiles]
+    assert found.table[: len(tiles), :5].tolist() == entries
+
+
+@pytest.mark.usefixtures("builder")
 def test_tile_list_balances() -> None:
     """Programs that walk with a stride get nearly equal work from lengths that differ by 1000."""
     lengths = torch.cat([torch.full((40,), 4000), torch.full((900,), 4)])[torch.randperm(940, generator=torch.Generator().manual_seed(1))]

@@ -13,8 +13,15 @@ import pytest
 
 PROBE = Path(__file__).with_name("attention_compile_probe.py")
 HOPPER = {
-    "jagged_attention": ["self-1024-s0.5", "cross-1024x32-s0.5", "cross-1024x128-s0.5", "window128-4096", "causal-bias-targets-1024-s0.5"],
-    "gdpa": ["self-1024-s0.5-d64", "causal-1024-s0.5", "pma-32x4096-s0.5", "hstu-4099-d256"],
+    "jagged_attention": [
+        "self-1024-s0.5",
+        "cross-1024x32-s0.5",
+        "cross-1024x128-s0.5",
+        "window128-4096",
+        "causal-bias-targets-1024-s0.5",
+        "causal-200-s0.3-d32",
+    ],
+    "gdpa": ["self-1024-s0.5-d64", "causal-1024-s0.5", "pma-32x4096-s0.5", "hstu-4099-d256", "causal-200-s0.3-d32"],
 }
 BLACKWELL = {"jagged_attention": ["self-1024-s0.5"], "gdpa": ["causal-1024-s0.5"]}
 PRODUCTS = {"attention_fwd_kernel", "attention_fwd_resident_kernel", "attention_bwd_dq_kernel", "attention_bwd_dkdv_kernel"}

@@ -47,30 +47,33 @@ class Inputs:
     def time_steps(self) -> int:
         return self.edges.bit_length()
 
-    def q_tiles(self, block: int) -> TileList:
+    def q_tiles(self, block: int, spelt_out: bool = False) -> TileList:
         """Tiles of query rows, by the keys their sample has."""
         plan = self.plan
         return tile_list(
             self.batch, block, self.device,
             rows=self.out_rows, offsets=self.q_offsets, length=self.q_len, longest=plan.q_bound,
             work_offsets=self.k_offsets, work_map=self.kv_index, reverse=plan.causal,
+            sides=(self.q_offsets, self.k_offsets) if spelt_out else None,
         )  # fmt: skip
 
-    def sample_tiles(self, work_offsets: Tensor | None) -> TileList:
-        """One tile for every sample, also an empty one; heaviest by ``work_offsets`` first."""
+    def sample_tiles(self, work_offsets: Tensor | None, spelt_out: bool = False) -> TileList:
+        """One tile for every sample, also an empty one; heaviest by ``work_offsets`` first. Spelt out for the key side."""
         return tile_list(
             self.batch, 1, self.device, rows=self.batch, length=1, work_offsets=work_offsets,
             work_map=None if work_offsets is self.q_offsets else self.kv_index,
+            sides=(self.k_offsets, self.q_offsets) if spelt_out else None,
         )  # fmt: skip
 
-    def k_tiles(self, block: int) -> TileList:
+    def k_tiles(self, block: int, spelt_out: bool = False) -> TileList:
         """Tiles of history keys, by request under sharing and by sample otherwise, with as much work as the sample has query rows."""
         plan = self.plan
         return tile_list(
             self.requests, block, self.device,
-            rows=self.k.shape[0], offsets=self.k_offsets, longest=plan.k_bound,
+            rows=self.k.shape[0], offsets=self.k_offsets, length=self.q_len, longest=plan.k_bound,
             work_offsets=self.q_offsets if self.kv_index is None else None,
             subtract=None if plan.shared else self.num_targets,
+            sides=(self.k_offsets, self.q_offsets) if spelt_out else None,
         )  # fmt: skip
 
     def sample_args(self, *own: Tensor | None) -> tuple[Any, ...]:

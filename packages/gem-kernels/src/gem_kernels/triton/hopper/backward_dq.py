@@ -8,10 +8,12 @@ the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one d
 
 With TRANSPOSED the rows are keys and the columns queries: given K and V to hold, Q and dO to stream, the kernel computes dK of `gdpa`,
 which needs nothing else of a column. Heads of 256 columns leave room for three slots, which K and V share.
+
+With PARTS > 1 an item is up to PARTS tiles of a sequence with itself, each of whose rows see few keys: K and V pass by once, and each
+warpgroup gives a tile of them back when none of its rows to come sees it. Q and dO then have a slot for every 64 rows.
 """
 
-# ruff: noqa: SIM102, SIM113 - a constexpr condition stands alone, so that what it guards is not compiled when it is false;
-# the compiler knows no enumerate
+# ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from gem_kernels.triton.hopper.common import (
     items,
     load_box,
     make_barriers,
+    parts_of,
     pass_over,
     prefetch,
     prefetch_rows,
@@ -46,7 +49,7 @@ def _producer(
     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
     out, lse, all_rows, stride_on, stride_oh,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BROADCAST: gl.constexpr, SOFTMAX: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, BROADCAST: gl.constexpr, SOFTMAX: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     step = 0
@@ -54,47 +57,62 @@ def _producer(
     for n in range(items(total)):
         item = item_at(n)
         head = item % H
-        row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
-        m1 = gl.minimum(m0 + 128, lq)
-        first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-        slot = tile % HELD
-        mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), 4 * 128 * D)
-        for half in gl.static_range(2):
-            at = m0 + half * 64
-            load_box(q, 0 if BROADCAST else row, lq, at, head * D, q_full.index(slot), q_slots.index(2 * slot + half), 64, D)
-            load_box(dout, row, lq, at, head * D, q_full.index(slot), do_slots.index(2 * slot + half), 64, D)
-        if SOFTMAX:
-            # The consumers read these themselves when they get to the tile.
-            prefetch_rows(out, row, lq, m0, stride_on, head.to(gl.int64) * stride_oh, 128, D)
-            lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            prefetch((lse + head.to(gl.int64) * all_rows + row + gl.minimum(m0 + 4 * lane, lq - 1)).to(gl.int64, bitcast=True))
-        tile += 1
-        for x in range(first, last):
-            stage, phase = ring_slot(step, 0, STAGES, D > 128)
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
-            load_box(k, k_row, lk, x * BLOCK_N, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
-            stage, phase = ring_slot(step, 1, STAGES, D > 128)
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
-            load_box(v, k_row, lk, x * BLOCK_N, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
-            step += 1
+        row, lq, k_row, lk, start = read_tile(table, item, total, H)
+        begin = start * 0
+        for part in range(parts_of(lq - start, PARTS)):
+            m0 = start + part * 128
+            m1 = gl.minimum(m0 + 128, lq)
+            first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+            for half in gl.static_range(2):
+                at = m0 + half * 64
+                slot = tile % HELD
+                if PARTS > 1 or half == 0:
+                    mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
+                    mbarrier.expect(q_full.index(slot), 4 * (64 if PARTS > 1 else 128) * D)
+                place = slot if PARTS > 1 else 2 * slot + half
+                load_box(q, 0 if BROADCAST else row, lq, at, head * D, q_full.index(slot), q_slots.index(place), 64, D)
+                load_box(dout, row, lq, at, head * D, q_full.index(slot), do_slots.index(place), 64, D)
+                if PARTS > 1:
+                    tile += 1
+            if SOFTMAX:
+                # The consumers read these themselves when they get to the tile.
+                prefetch_rows(out, row, lq, m0, stride_on, head.to(gl.int64) * stride_oh, 128, D)
+                lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+                prefetch((lse + head.to(gl.int64) * all_rows + row + gl.minimum(m0 + 4 * lane, lq - 1)).to(gl.int64, bitcast=True))
+            if PARTS > 1:
+                # what the tile before did not ask for
+                first = gl.where(part == 0, first, alive(begin))
+                begin = last
+            else:
+                tile += 1
+            for x in range(first, last):
+                stage, phase = ring_slot(step, 0, STAGES, D > 128)
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
+                load_box(k, k_row, lk, x * BLOCK_N, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
+                stage, phase = ring_slot(step, 1, STAGES, D > 128)
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
+                load_box(v, k_row, lk, x * BLOCK_N, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
+                step += 1
 
 
 @gluon.jit
-def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr):
+def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr):
+    TOGETHER: gl.constexpr = 1 if PARTS > 1 else 2
     tile = 0
     for n in range(items(total)):
         item = item_at(n)
-        row, lq, _k_row, _lk, m0 = read_tile(table, item, total, H)
-        slot = tile % HELD
-        mbarrier.wait(done.index(slot), tile // HELD & 1)
-        for half in gl.static_range(2):
-            store_box(dq, row, lq, m0 + half * 64, item % H * D, q_slots.index(2 * slot + half), 64, D)
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        tile += 1
+        row, lq, _k_row, _lk, start = read_tile(table, item, total, H)
+        for group in range(2 // TOGETHER * parts_of(lq - start, PARTS)):
+            slot = tile % HELD
+            mbarrier.wait(done.index(slot), tile // HELD & 1)
+            for half in gl.static_range(TOGETHER):
+                at = start + (TOGETHER * group + half) * 64
+                store_box(dq, row, lq, at, item % H * D, q_slots.index(TOGETHER * slot + half), 64, D)
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            tile += 1
 
 
 @gluon.jit
@@ -108,12 +126,13 @@ def _score(tile, slots, full, step, second: gl.constexpr, s, STAGES: gl.constexp
 @gluon.jit
 def _add_tile(
     s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-    step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id,
+    step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id, last_use,
     SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     AHEAD: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ what tile ``x`` gives. AHEAD 1: its S is under way, and with NEXT that of the next tile is then; 2: S and dP."""
+    """Adds to dQ what tile ``x`` gives, which is given back after its last use. AHEAD 1: its S is under way, and with NEXT that of the next
+    tile is then; 2: S and dP."""
     D: gl.constexpr = q_tile.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -123,7 +142,7 @@ def _add_tile(
     v_stage, _v_phase = ring_slot(step, 1, STAGES, D > 128)
     if AHEAD == 2:
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1, pred=last_use)
     else:
         if AHEAD:
             s = warpgroup_mma_wait(0, deps=(s,))
@@ -148,7 +167,7 @@ def _add_tile(
                 slope = gl.where(seen_by(i, j, lq, lk, left, right, CAUSAL, WINDOW, TRANSPOSED, False), slope, 0.0)
     if AHEAD < 2:
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1, pred=last_use)
     ds = slope * (dp - delta_i[:, None]) if SOFTMAX else slope * dp
     ds16 = gl.convert_layout(ds.to(k_slots.dtype), p_layout, assert_trivial=True)
     acc = warpgroup_mma(ds16, k_slots.index(stage), acc, is_async=True)
@@ -159,7 +178,7 @@ def _add_tile(
         acc = warpgroup_mma_wait(AHEAD, deps=(acc,))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(k_empty.index(stage), count=1, pred=last_use)
     return s, dp, acc
 
 
@@ -179,7 +198,7 @@ def _consumer(
     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -187,81 +206,101 @@ def _consumer(
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_slots.dtype
     step = 0
-    tile = 0
-    row, lq, _k_row, lk, m0 = read_tile(table, item_at(0), total, H)
+    tile = WHO if PARTS > 1 else 0
+    row, lq, _k_row, lk, start = read_tile(table, item_at(0), total, H)
     for n in range(items(total)):
         item = item_at(n)
         head = item % H
         lk = alive(lk)
-        n_row, n_lq, _n_k_row, n_lk, n_m0 = read_tile(table, item_at(n + 1), total, H)
-        m1 = gl.minimum(m0 + 128, lq)
-        first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-        own = m0 + WHO * 64
-        slot = tile % HELD
-        if own < lq:
-            m1 = gl.minimum(own + 64, lq)
-            begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-            i = own + gl.arange(0, 64, layout=row_layout)
-            q_tile = q_slots.index(2 * slot + WHO)
-            do_tile = do_slots.index(2 * slot + WHO)
-            act_id = 0
-            if act_ids is not None:
-                act_id = gl.load(act_ids + head)
-            lse_i = 0.0
-            delta_i = 0.0
-            o_rows = 0.0
-            if SOFTMAX:
-                r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
-                c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
-                at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
-                o_rows = gl.load(at, (r < lq)[:, None], 0.0)
-                lse_i = gl.load(lse + head.to(gl.int64) * rows + row + i, i < lq, float("-inf"))
-            mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-            at_row = head.to(gl.int64) * rows + row
-            if SOFTMAX and AHEAD < 2:
-                lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-            acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-            if CAUSAL or WINDOW:
-                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
-            if begin < end:
-                s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
-                dp = s
-                if AHEAD:
-                    s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
-                if AHEAD == 2:
-                    dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
-                lse_x = lse_i
-                delta_x = delta_i
-                if SOFTMAX and AHEAD == 2:
-                    lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-                for x in range(begin, end - 1 if AHEAD else end):
-                    s, dp, acc = _add_tile(
-                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                        step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id,
-                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
-                    )  # fmt: skip
-                    step += 1
-                if AHEAD:
-                    _s, _dp, acc = _add_tile(
-                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                        step, end - 1, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id,
-                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
-                    )  # fmt: skip
-                    step += 1
+        if PARTS > 1:
+            lq, start = alive(lq), alive(start)
+        n_row, n_lq, _n_k_row, n_lk, n_start = read_tile(table, item_at(n + 1), total, H)
+        parts = parts_of(lq - start, PARTS)
+        m1 = gl.minimum(start + 128 * parts, lq)
+        first, last, _free0, _free1 = column_range(start, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+        item_step = step
+        given = first
+        for part in range(parts):
+            own = start + part * 128 + WHO * 64
+            slot = tile % HELD
+            place = slot if PARTS > 1 else 2 * slot + WHO
+            if PARTS > 1:
+                step = item_step + given - first
+            if own < lq:
+                m1 = gl.minimum(own + 64, lq)
+                begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+                # Tiles from here on are held for the next 64 rows.
+                keep = last
+                if PARTS > 1:
+                    m1 = gl.minimum(own + 192, lq)
+                    keep, _end, _free0, _free1 = column_range(own + 128, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+                    keep = gl.where((part + 1 < parts) & (own + 128 < lq), keep, last)
+                i = own + gl.arange(0, 64, layout=row_layout)
+                q_tile = q_slots.index(place)
+                do_tile = do_slots.index(place)
+                act_id = 0
+                if act_ids is not None:
+                    act_id = gl.load(act_ids + head)
+                lse_i = 0.0
+                delta_i = 0.0
+                o_rows = 0.0
+                if SOFTMAX:
+                    r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+                    c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+                    at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
+                    o_rows = gl.load(at, (r < lq)[:, None], 0.0)
+                    lse_i = gl.load(lse + head.to(gl.int64) * rows + row + i, i < lq, float("-inf"))
+                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+                at_row = head.to(gl.int64) * rows + row
+                if SOFTMAX and AHEAD < 2:
+                    lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+                acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+                if CAUSAL or WINDOW:
+                    step = pass_over(begin - given, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+                if begin < end:
+                    s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+                    dp = s
+                    if AHEAD:
+                        s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
+                    if AHEAD == 2:
+                        dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
+                    lse_x = lse_i
+                    delta_x = delta_i
+                    if SOFTMAX and AHEAD == 2:
+                        lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+                    for x in range(begin, end - 1 if AHEAD else end):
+                        s, dp, acc = _add_tile(
+                            s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                            step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, x < keep if PARTS > 1 else True,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
+                        )  # fmt: skip
+                        step += 1
+                    if AHEAD:
+                        x = end - 1
+                        _s, _dp, acc = _add_tile(
+                            s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                            step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, x < keep if PARTS > 1 else True,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
+                        )  # fmt: skip
+                        step += 1
+                else:
+                    if SOFTMAX and AHEAD == 2:
+                        _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+                if CAUSAL or WINDOW:
+                    step = pass_over(keep - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+                given = keep
+                q_tile.store((acc * ds_scale).to(dtype))
+                fence_async_shared()
             else:
-                if SOFTMAX and AHEAD == 2:
-                    _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-            if CAUSAL or WINDOW:
-                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
-            q_tile.store((acc * ds_scale).to(dtype))
-            fence_async_shared()
-        else:
-            # No row of this half belongs to the sample.
-            mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
-        mbarrier.arrive(done.index(slot), count=1)
-        tile += 1
-        row, lq, lk, m0 = n_row, n_lq, n_lk, n_m0
+                # No row of this half belongs to the sample.
+                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+                step = pass_over(last - given, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+                given = last
+            mbarrier.arrive(done.index(slot), count=1)
+            tile += 2 if PARTS > 1 else 1
+        if PARTS > 1:
+            step = item_step + last - first
+        row, lq, lk, start = n_row, n_lq, n_lk, n_start
 
 
 @gluon.jit(do_not_specialize=["batch", "rows", "left", "right"])
@@ -270,7 +309,7 @@ def hopper_bwd_dq_kernel(
     scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
@@ -278,13 +317,13 @@ def hopper_bwd_dq_kernel(
     total = gl.load(tile_count) * H
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
-    do_slots = gl.allocate_shared_memory(dtype, [2 * HELD, 64, D], tile)
+    q_slots = gl.allocate_shared_memory(dtype, [HELD if PARTS > 1 else 2 * HELD, 64, D], tile)
+    do_slots = gl.allocate_shared_memory(dtype, [HELD if PARTS > 1 else 2 * HELD, 64, D], tile)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_slots = k_slots
     if D <= 128:
         v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    q_full, q_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 2)
+    q_full, q_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 1 if PARTS > 1 else 2)
     k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     v_full, v_empty = k_full, k_empty
     if D <= 128:
@@ -298,7 +337,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, PARTS, AHEAD, TRANSPOSED,
                 ),
             ),
             (
@@ -307,7 +346,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, PARTS, AHEAD, TRANSPOSED,
                 ),
             ),
             (
@@ -315,10 +354,10 @@ def hopper_bwd_dq_kernel(
                 (
                     q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right, out, lse, rows, stride_on, stride_oh,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, q_offsets is None, SOFTMAX, TRANSPOSED,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, PARTS, q_offsets is None, SOFTMAX, TRANSPOSED,
                 ),
             ),
-            (_storer, (dq_box, table, total, q_slots, q_empty, done, H, D, HELD)),
+            (_storer, (dq_box, table, total, q_slots, q_empty, done, H, D, HELD, PARTS)),
         ],
         [4, 1, 1],
         [240, 24, 24],

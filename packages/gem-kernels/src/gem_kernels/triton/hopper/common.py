@@ -7,15 +7,13 @@ A ring has a pair of barriers a slot: ``full`` (the bytes have landed) and ``emp
 Rows outside a sample never reach a product: the descriptors are ragged (`gem_kernels.triton.attention.tiles.descriptor`), so the hardware
 reads zeros there and leaves rows outside alone when it writes.
 
-The work list is ``table [tiles, 8]`` int32, one entry a tile: first row, rows of the sample on this side, first row and rows of it on the
-other side, first row within the sample. With BROADCAST the rows of the query side are those of the output, dO, lse and delta, and every
-sample's Q begins at row 0. Entry and head of a program's n-th item are known ahead, so the next entry is read a tile early.
+The work list is that of `gem_kernels.triton.attention.schedule`, spelt out. With BROADCAST the rows of the query side are those of the
+output, dO, lse and delta, and every sample's Q begins at row 0. Entry and head of a program's n-th item are known ahead, so the next entry
+is read a tile early.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,35 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 _BILLION = gl.constexpr(1 << 30)
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _rows_of(sample, live, offsets, length):
-    if offsets is None:
-        row = sample.to(tl.int32) * length
-        return row, row * 0 + length
-    else:
-        row = tl.load(offsets + sample, live, 0).to(tl.int32)
-        return row, tl.load(offsets + sample + 1, live, 0).to(tl.int32) - row
-
-
-@triton.jit(do_not_specialize=["bound", "length"])
-def tile_table_kernel(table, tiles, count, offsets, other_offsets, length, bound, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Spells out the entries of a tile list (``sample << 32 | block``): see the module's docstring. Without offsets a sample has ``length``
-    rows."""
-    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = item < tl.minimum(tl.load(count), bound)
-    entry = tl.load(tiles + item, live, 0)
-    sample = entry >> 32
-    start = ((entry & 0xFFFFFFFF) * ROWS).to(tl.int32)
-    row, rows = _rows_of(sample, live, offsets, length)
-    other, others = _rows_of(sample, live, other_offsets, length)
-    to = table + item * 8
-    tl.store(to, row, live)
-    tl.store(to + 1, rows, live)
-    tl.store(to + 2, other, live)
-    tl.store(to + 3, others, live)
-    tl.store(to + 4, start, live)
 
 
 @gluon.jit
@@ -77,6 +46,12 @@ def read_tile(table, item, total, H: gl.constexpr):
     """(first row, rows, first row of the other side, rows there, start) of an item; anything past the end."""
     at = table + gl.maximum(gl.minimum(item, total - 1), 0) // H * 8
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+
+
+@gluon.jit
+def parts_of(rows, PARTS: gl.constexpr):
+    """Tiles of an item of up to PARTS tiles that has ``rows`` rows from its first tile on."""
+    return gl.minimum((rows + 127) // 128, PARTS) if PARTS > 1 else 1
 
 
 @gluon.jit
@@ -330,7 +305,7 @@ def folded_value_and_slope(s, scale, FOLDED: gl.constexpr):
 @gluon.jit
 def statistics(
     lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """lse in powers of two and delta of every query tile, into shared memory beside Q."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -339,7 +314,7 @@ def statistics(
         item = item_at(n)
         kv_head = item % HKV
         _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
-        first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        first, last = query_range(n0, gl.minimum(n0 + 128 * PARTS, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
             for x in range(first, last):
                 i = x * 64 + gl.arange(0, 64, layout=layout)

@@ -34,6 +34,7 @@ from gem_kernels.triton.hopper.common import (
     items,
     load_box,
     make_barriers,
+    parts_of,
     pass_over,
     read_tile,
     seen_by,
@@ -42,12 +43,6 @@ from gem_kernels.triton.hopper.common import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _parts(rows, PARTS: gl.constexpr):
-    """Tiles of an item that has ``rows`` rows from its first tile on."""
-    return gl.minimum((rows + 127) // 128, PARTS) if PARTS > 1 else 1
 
 
 @gluon.jit
@@ -64,7 +59,7 @@ def _producer(
         item = item_at(n)
         head = item % H
         row, lq, k_row, lk, start = read_tile(table, item, total, H)
-        for part in range(_parts(lq - start, PARTS)):
+        for part in range(parts_of(lq - start, PARTS)):
             m0 = start + part * 128
             m1 = gl.minimum(m0 + 128, lq)
             first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
@@ -266,7 +261,7 @@ def _consumer(
         head = item % H
         lk = alive(lk)
         n_row, n_lq, _n_k_row, n_lk, n_start = read_tile(table, item_at(n + 1), total, H)
-        parts = _parts(lq - start, PARTS)
+        parts = parts_of(lq - start, PARTS)
         if AHEAD == 2:
             act_id = 0
             if act_ids is not None:

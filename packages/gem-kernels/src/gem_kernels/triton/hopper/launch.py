@@ -1,13 +1,14 @@
 """From tensors to launches of the Hopper kernels, pass by pass.
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
-tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (query tiles for which K and V are loaded once), AHEAD
+tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (tiles past which the streamed side moves once), AHEAD
 (products of the next tile issued before this one's are done; in the forward pass 2: the next query tile's, too), REGS (Q is multiplied
 from registers), FUSED (backward in one kernel).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,8 @@ Saved = tuple[Tensor | None, ...]
 _PORTABLE: Config = {"GLUON": 0}
 _ROWS = 128
 _HELD_KEYS: tuple[Config, ...] = ({}, {"AHEAD": 1}, {"AHEAD": 2})
-_DELTA_ROWS = 32
+_WALK: Config = {"STAGES": 4, "HELD": 3, "PARTS": 16}
+_LEAST_ITEMS = 4
 
 
 def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -120,11 +122,24 @@ def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
     if p.d > 128:
         return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 1, "AHEAD": a} for a in (0, 1)]
     # 128 keys, an activation's slope and a mask do not fit the registers.
-    return found if p.softmax or p.mask == "full" else found[:2]
+    found = found if p.softmax or p.mask == "full" else found[:2]
+    return [*found, {**_WALK, "BLOCK_N": 64, "AHEAD": 0}] if p.window else found
 
 
-def _key_side(*_: Any) -> list[Config]:
-    return [{"STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 1)]
+def _key_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
+    found: list[Config] = [{"STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 1)]
+    return [*found, {**_WALK, "AHEAD": 0}] if p.window and p.d <= 128 else found
+
+
+def _walking(x: Inputs, config: Config, otherwise: Config) -> Config:
+    """``config``, or ``otherwise`` where its items of PARTS tiles cannot be: what they keep for the next tile must leave a slot free (64
+    rows see at most STAGES + 1 tiles), and there must be _LEAST_ITEMS for an SM."""
+    p, parts = x.plan, config.get("PARTS", 1)
+    if parts == 1:
+        return config
+    seen = 1 + -(-p.left // 64) + (0 if p.causal else -(-p.right // 64))
+    fits = x.q_offsets is x.k_offsets and p.group == 1 and seen <= config["STAGES"] + 1
+    return config if fits and (compiling() or x.out_rows * p.heads >= _LEAST_ITEMS * x.info.sms * parts * _ROWS) else otherwise
 
 
 def _by_box(x: Inputs) -> None:
@@ -155,24 +170,6 @@ def _box(x: Tensor, rows: int, columns: int | None = None) -> Any:
     return made
 
 
-def _table(tiles: TileList, offsets: Tensor | None, others: Tensor | None, length: int, keep: bool = True, rows: int = _ROWS) -> Tensor:
-    """``[tiles, 8]`` int32: see `gem_kernels.triton.hopper.common`. ``keep``: with the list, where that was made from both sides' offsets;
-    a list that knows nothing of one side may serve calls in which that side differs.
-    """
-    from gem_kernels.triton.hopper.common import tile_table_kernel
-
-    table = tiles.table
-    if table is None:
-        table = torch.empty(tiles.bound, 8, dtype=torch.int32, device=tiles.tiles.device)
-        launch(
-            tile_table_kernel, (-(-tiles.bound // 256),), tiles.tiles.device,
-            table, tiles.tiles, tiles.count, offsets, others, length, tiles.bound, ROWS=rows, BLOCK=256, num_warps=4,
-        )  # fmt: skip
-        if keep:
-            tiles.table = table
-    return table
-
-
 def _constants(x: Inputs) -> dict[str, Any]:
     p = x.plan
     found = p.constants(True)
@@ -201,13 +198,12 @@ def _slope_scale(p: Plan) -> float:
 
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
     parts = config.get("PARTS", 1)
-    tiles = x.q_tiles(_ROWS * parts)
-    table = _table(tiles, x.q_offsets, x.k_offsets, x.q_len, rows=_ROWS * parts)
-    _weighted_sum(x, (x.q, x.k, x.v), out, lse, tiles, table, x.q_offsets, config)
+    tiles = x.q_tiles(_ROWS * parts, True)
+    _weighted_sum(x, (x.q, x.k, x.v), out, lse, tiles, x.q_offsets, config)
 
 
 def _weighted_sum(
-    x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, tiles: TileList, table: Tensor,
+    x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, tiles: TileList,
     offsets: Tensor | None, config: Config, transposed: bool = False,
 ) -> None:  # fmt: skip
     """out = act(Q Kᵀ) V, or dV = act(K Qᵀ) dO with ``transposed``."""
@@ -216,7 +212,7 @@ def _weighted_sum(
     p, n, (q, k, v) = x.plan, config["BLOCK_N"], held_and_streamed
     launch(
         hopper_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-        _box(q, 64), _box(k, n), _box(v, n), _box(out, 64), out, lse, table, tiles.count, offsets, x.act_ids,
+        _box(q, 64), _box(k, n), _box(v, n), _box(out, 64), out, lse, tiles.table, tiles.count, offsets, x.act_ids,
         x.batch, out.shape[0], p.left, p.right, p.scale, _value_scale(p), out.stride(0),
         H=p.heads, POSITIVE=p.scale > 0, BLOCK_N=n, STAGES=config["STAGES"], PARTS=config.get("PARTS", 1), AHEAD=config.get("AHEAD", 0),
         REGS=config.get("REGS", 0), TRANSPOSED=transposed, **_constants(x),
@@ -227,20 +223,19 @@ def _wide(x: Inputs, _results: Saved, dout: Tensor) -> Saved:
     """dQ, dK and dV of `gdpa` with heads of 256 columns, a kernel each: dK is dQ of the transposed problem, dV its forward pass."""
     dout = _addressable(dense_columns(dout))
     dq, dk, dv = siblings.empty_grads((x.q, x.k, x.v), (True, True, True))
-    rows, keys = x.q_tiles(_ROWS), x.k_tiles(_ROWS)
-    row_table, key_table = (_table(rows, x.q_offsets, x.k_offsets, 0), _table(keys, x.k_offsets, x.q_offsets, 0))
+    rows, keys = x.q_tiles(_ROWS, True), x.k_tiles(_ROWS, True)
 
     def slopes(config: Config) -> None:
-        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, row_table, x.q_offsets, config)
-        _slope_sum(x, (x.k, x.v, x.q, dout), dk, keys, key_table, x.k_offsets, config, transposed=True)
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, x.q_offsets, config)
+        _slope_sum(x, (x.k, x.v, x.q, dout), dk, keys, x.k_offsets, config, transposed=True)
 
     choose_and_run(x, "hopper.dq", _query_side, slopes)
-    _weighted_sum(x, (x.k, x.q, dout), dv, None, keys, key_table, x.k_offsets, {"BLOCK_N": 64, "STAGES": 2}, transposed=True)
+    _weighted_sum(x, (x.k, x.q, dout), dv, None, keys, x.k_offsets, {"BLOCK_N": 64, "STAGES": 2}, transposed=True)
     return dq, dk, dv
 
 
 def _slope_sum(
-    x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor, Tensor], result: Tensor, tiles: TileList, table: Tensor,
+    x: Inputs, held_and_streamed: tuple[Tensor, Tensor, Tensor, Tensor], result: Tensor, tiles: TileList,
     offsets: Tensor | None, config: Config, softmax: Saved = (None, None, None), transposed: bool = False,
 ) -> None:  # fmt: skip
     """dQ = dS K, dS = act'(Q Kᵀ) ∘ dO Vᵀ, or dK = dSᵀ Q with ``transposed``. ``softmax`` has O, lse and delta, which is written."""
@@ -252,9 +247,9 @@ def _slope_sum(
     launch(
         hopper_bwd_dq_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
-        table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
+        tiles.table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
-        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, **config}, **_constants(x),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "PARTS": 1, **config}, **_constants(x),
     )  # fmt: skip
 
 
@@ -270,18 +265,23 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         dq = torch.empty(x.out_rows, p.heads, p.d, dtype=x.q.dtype, device=x.device)
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
     constants = _constants(x)
-    rows = x.q_tiles(_ROWS)
-    keys = rows if x.q_offsets is x.k_offsets and not p.causal else x.k_tiles(_ROWS)
+
+    @functools.cache
+    def rows(parts: int) -> TileList:
+        return x.q_tiles(_ROWS * parts, True)
 
     def query_side(config: Config) -> None:
-        table = _table(rows, x.q_offsets, x.k_offsets, x.q_len)
-        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, table, x.q_offsets, config, (out, lse, delta))
+        config = _walking(x, config, {"BLOCK_N": 64, "STAGES": 3, "HELD": 2})
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows(config.get("PARTS", 1)), x.q_offsets, config, (out, lse, delta))
 
     def key_side(config: Config) -> None:
+        config = {"PARTS": 1, **_walking(x, config, {"STAGES": 3, "HELD": 2, "AHEAD": 0})}
+        parts = config["PARTS"]
+        keys = rows(parts) if x.q_offsets is x.k_offsets and not p.causal else x.k_tiles(_ROWS * parts, True)
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, keys.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
-            _table(keys, x.k_offsets, x.q_offsets, x.q_len, keep=not p.broadcast), keys.count, x.k_offsets, x.act_ids,
+            keys.table, keys.count, x.k_offsets, x.act_ids,
             x.batch, x.out_rows, x.k.shape[0],
             p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dk.stride(0),
             HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
@@ -299,12 +299,12 @@ def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:
     p = x.plan
     (own, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, (dq is None, True, True))
     to = own if dq is None else dq
-    tiles = x.sample_tiles(x.q_offsets)
+    tiles = x.sample_tiles(x.q_offsets, True)
     constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW", "GROUP", "SOFTMAX")}
     launch(
         hopper_bwd_few_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(to, 64), _box(dk, 64), _box(dv, 64),
-        to, dk, dv, _table(tiles, x.k_offsets, x.q_offsets, x.q_len, keep=False), tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+        to, dk, dv, tiles.table, tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
         *sums.zeros(),
         x.batch, x.out_rows, x.k.shape[0], p.scale, _slope_scale(p), _value_scale(p), to.stride(0), dk.stride(0),
         H=p.heads, STAGES=2, ADDS=dq is not None, **constants,

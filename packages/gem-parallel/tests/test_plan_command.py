@@ -321,7 +321,7 @@ def test_captured_steps_on_an_h200_are_predicted(preset: str) -> None:
     found = compare(loaded, workload_of(loaded, preset, None, 4096), load_cluster(H200), rows)
     assert found
     for one in found:
-        assert one.time_error == pytest.approx(0, abs=0.06)
+        assert one.time_error == pytest.approx(0, abs=0.12)
         assert one.memory_error == pytest.approx(0, abs=0.1)
 
 

@@ -203,6 +203,13 @@ def test_what_training_would_refuse_is_refused(trained: Path, serve):
     for name in ("score", "item", "at"):
         with pytest.raises(serve.Refused, match=r"no number|of a type|no time"):
             package.predict([{**row, name: "text"}])
+    seconds = package.manifest["features"]["timestamp_unit"], package.manifest["features"]["sequences"]["seen"]["time_unit"]
+    finer = {"at": 10**10 * serve.UNITS[seconds[0]]}, {"seen_at": [10**10 * serve.UNITS[seconds[1]]] * len(row["seen_at"])}
+    for wrong in finer:
+        with pytest.raises(serve.Refused, match="lies after the year 2200"):
+            package.predict([{**row, **wrong}])
+    with pytest.raises(serve.Refused, match="no time in whole"):
+        package.predict([{**row, "seen_at": ["noon"] * len(row["seen_at"])}])
     for ids in ({"way": "id", "rows": 9, "policy": "clip", "default": None}, {"way": "hash", "rows": 9, "salt": 1, "default": None}):
         with pytest.raises(serve.Refused, match="of a type"):
             package._id("x", ids, 1.5)

@@ -23,6 +23,7 @@ MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 BATCH = 256
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 KINDS = {"edges": (int, float), "hash": (int, str, bytes), "cross": tuple, "vocabulary": (int, str), "id": int}
+LATEST = 7_258_118_400  # seconds until 2200
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -121,6 +122,8 @@ class Package:
             raise Refused(f"the lists of one history have different lengths: {dict(zip(columns, map(len, lists)))}")
         events = [dict(zip(columns, values)) for values in zip(*lists)][spec["drop_first"] :]
         times = spec["timestamps"]
+        for event in events if times else ():
+            _moment(times, event[times], spec["time_unit"])
         if times and any(a[times] > b[times] for a, b in zip(events, events[1:])) and spec["order"] != "trust":
             if spec["order"] == "error":
                 raise Refused("the times of a history decrease")
@@ -175,9 +178,7 @@ class Package:
 
     def _time(self, row: Row) -> int:
         name = self.features["timestamp"]
-        if not isinstance(row.get(name), int):
-            raise Refused(f"{name}: {row.get(name)!r} is no time in whole {self.features['timestamp_unit']}")
-        return int(row[name])
+        return _moment(name, row.get(name), self.features["timestamp_unit"])
 
     # --- values to rows of tables ---
 
@@ -267,6 +268,15 @@ def hash64(value: int | str | bytes, salt: int) -> int:
     for i in range(0, len(data), 8):
         h = mix(h ^ int.from_bytes(data[i : i + 8], "little"))
     return h
+
+
+def _moment(column: str, value: Any, unit: str) -> int:
+    """A time as training counts it: another unit or text would make gaps of nonsense."""
+    if not isinstance(value, int):
+        raise Refused(f"{column}: {value!r} is no time in whole {unit}")
+    if value > LATEST * UNITS[unit]:
+        raise Refused(f"{column}: {value} lies after the year 2200; times are in whole {unit}")
+    return value
 
 
 def _list(row: Row, column: str) -> list[Any]:

@@ -139,6 +139,9 @@ def test_globals_stand_anywhere():
 
 
 def test_plugins_as_json(capsys):
+    assert main(["plugins"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  kernel reference: "))
+    assert "gdpa" in line.removeprefix("  kernel reference: ").split(", ")
     assert main(["plugins", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     core = next(p for p in listed if p["name"] == "gem-core")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,10 +41,22 @@ def plugins(
             print(f"{s.name} {s.version}  {s.state}" + (f": {s.reason}" if s.reason else ""))
             print(f"  api {s.api if s.api is not None else '-'}; hooks: {', '.join(s.hooks) or 'none'}")
             for kind, names in s.offers.items():
-                print(f"  {kind.replace('_', ' ')}: {', '.join(names)}")
+                if kind == "kernel":
+                    print("\n".join(f"  kernel {name}: {', '.join(ops)}" for name, ops in _by_implementation(names).items()))
+                else:
+                    print(f"  {kind.replace('_', ' ')}: {', '.join(names)}")
     faulty = [s.name for s in status if s.state in ("broken", "conflict")]
     if faulty and manager().strict:
         raise PluginError(f"{', '.join(faulty)} cannot be used, and GEM_PLUGINS_STRICT is set", fix="mend, upgrade or uninstall it")
+
+
+def _by_implementation(names: Iterable[str]) -> dict[str, list[str]]:
+    """Implementation -> its ops, of names ``op/implementation``."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        op, _, implementation = name.partition("/")
+        found.setdefault(implementation, []).append(op)
+    return found
 
 
 def _ops(as_json: bool) -> None:

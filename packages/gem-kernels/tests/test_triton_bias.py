@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,7 @@ from gem_kernels.triton.hopper.spec import specs as hopper_specs
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 SPECS = {(spec.op, spec.name): spec for spec in (*attention.specs(), *hopper_specs())}
+PROBE = Path(__file__).with_name("hopper_compile_probe.py")
 LENGTHS = [0, 1, 31, 64, 65, 0, 97]
 
 pytestmark = [
@@ -323,3 +329,19 @@ def test_hopper(case: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "choose", choose)
     times, edges = kind.split(":")
     compare(op, times, edges, torch.bfloat16, lengths=[*LENGTHS, 200, 256, 191, 0, 127], most=8e-3, backend="hopper-only", **more)
+
+
+@pytest.mark.slow
+def test_resources_on_hopper() -> None:
+    """Products that are not serialised; forward nothing on the stack, backward what is known of a tile (no tiles)."""
+    row = next(r for r in ROWS if r.bias is not None).name
+    jobs = [f"{row}:jagged_attention:forward", f"{row}:gdpa:backward"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(PROBE), *jobs], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = {built["kernel"]: built for built in map(json.loads, done.stdout.splitlines())}
+    limits = {"hopper_bias_fwd_kernel": 0, "hopper_bias_dq_kernel": 192, "hopper_bias_dkdv_kernel": 256}
+    for kernel, most in limits.items():
+        assert made[kernel]["spills"] <= most, made[kernel]
+        assert not made[kernel]["warnings"], made[kernel]
+        assert made[kernel]["shared"] <= 227 << 10, made[kernel]

@@ -77,7 +77,7 @@ def _beyond(problem: Problem) -> Supported:
         return no("candidates only with a relative bias by position and time, bias only by both")
     if found - _BIAS - {"num_targets"} or problem.option("window") is not None or problem.dim("D") > 128:
         return no("relative bias without windows, context or request sharing, heads of up to 128 columns")
-    longest = max(int(problem.option("max_q_len")), int(problem.option("max_k_len")))
+    longest = max(int(problem.option(name, 0)) for name in ("max_q_len", "max_k_len"))
     if longest > _LONGEST_BIASED:
         return no(f"relative bias for samples of at most {_LONGEST_BIASED} rows and keys; max_q_len and max_k_len allow {longest}")
     return YES

@@ -23,6 +23,7 @@ from gem_core import ops
 from gem_core.hookspecs import KernelSpec
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops.contract import Problem
+from gem_core.ops.explain import problem_of
 from gem_core.testing.kernels import deterministic
 from gem_kernels import triton
 
@@ -316,6 +317,87 @@ def test_hopper_norm_linear(rows: int, k: int, n: int, affine: bool, dtype: torc
     assert not worse, worse
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "affine", "dtype"),
+    [
+        (1, 512, 8, False, torch.bfloat16),
+        (130, 264, 64, True, torch.float16),
+        (5000, 512, 1536, False, torch.bfloat16),
+        (40000, 512, 512, True, torch.bfloat16),
+        (131100, 392, 264, False, torch.bfloat16),
+    ],
+)
+def test_hopper_norm_linear_of_many_rows(
+    rows: int, k: int, n: int, affine: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of x from pairs of programs that tell one another their sums: error, and bit-equal when repeated."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    from gem_kernels.triton.hopper import norm_linear
+
+    monkeypatch.setattr(norm_linear, "MANY_ROWS", 1)
+    ran, usual = [], norm_linear._input_grad
+    monkeypatch.setattr(norm_linear, "_input_grad", lambda *t: ran.append(usual(*t)) or ran[-1])
+    given = {"x": _draw(rows, k).to(dtype) + 1, "w": _draw(n, k, seed=1, scale=k**-0.5).to(dtype)}
+    given |= {"b": _draw(n, seed=2).to(dtype), **_affine(k, dtype)} if affine else {}
+
+    def plain(x, w, b=None, norm_weight=None, norm_bias=None):
+        return torch.nn.functional.linear(_normed(x, "rms", norm_weight, norm_bias), w, b)
+
+    worse = _worse_than_torch(lambda **t: ops.norm_linear(**t, eps=1e-6, backend="hopper"), plain, given)
+    assert not worse, worse
+    leaves = {n: t.detach().requires_grad_() for n, t in given.items()}
+    y = ops.norm_linear(**leaves, eps=1e-6, backend="hopper")
+    dy = _draw(*y.shape, seed=5).to(dtype)
+    one, other = (torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other))
+    assert len(ran) == 3
+    assert all(t is not None for t in ran)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "slack", "heads", "dtype"),
+    [
+        ((70, 0, 3, 64, 128, 1, 200), 9, 4, torch.bfloat16),
+        ((1,), 0, 1, torch.float16),
+        ((0,), 70, 2, torch.bfloat16),
+        ((0, 0, 2000, 5), 200, 3, torch.bfloat16),
+    ],
+)
+def test_hopper_block_with_rotary(lengths: tuple[int, ...], slack: int, heads: int, dtype: torch.dtype, by_row: bool) -> None:
+    """Result and gradients are the portable kernel's up to rounding, of slices of one projection too; slack rows are NaN."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    n = sum(lengths)
+    qkv = _draw(n + slack, 3, heads, 128).to(dtype)
+    qkv[n:] = torch.nan
+    angle = _draw(max(lengths) + 3, 64, seed=1, dtype=torch.float32)
+    rows = torch.randint(0, angle.shape[0], (n + slack,), device="cuda", dtype=torch.int32) if by_row else None
+    offsets = lengths_to_offsets(torch.tensor(lengths, dtype=torch.int64)).to("cuda", torch.int32)
+    dout, found = _draw(n + slack, heads, 128, seed=2).to(dtype), {}
+    for backend, parts in (("hopper", qkv.unbind(1)), ("triton", [t.contiguous() for t in qkv.unbind(1)])):
+        leaves = [t.detach().requires_grad_() for t in parts]
+        out = ops.block_attention(*leaves, offsets, rotary=(angle.cos(), angle.sin()), rotary_rows=rows, backend=backend)
+        found[backend] = out.detach(), *torch.autograd.grad(out, leaves, dout)
+    for mine, theirs in zip(found["hopper"], found["triton"]):
+        assert not mine[n:].any()
+        assert (mine[:n].double() - theirs[:n].double()).norm() <= 4e-3 * theirs[:n].double().norm()
+
+
+def test_hopper_block_says_what_it_serves() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm_90")
+    from gem_kernels.triton.hopper.spec import block_supports
+
+    q, offsets = _draw(70, 4, 128), torch.tensor([0, 70], device="cuda", dtype=torch.int32)
+    angle = _draw(70, 64, dtype=torch.float32)
+    assert "rotary" in block_supports(problem_of("block_attention", q=q, k=q, v=q, offsets=offsets)).reason
+    given = {"offsets": offsets, "rotary": (angle, angle)}
+    assert block_supports(problem_of("block_attention", q=q, k=q, v=q, **given))
+    assert "64 rows" in block_supports(problem_of("block_attention", q=q, k=q, v=q, **given, block_size=128)).reason
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(
     ("rows", "k", "n", "affine", "dtype"),
@@ -323,6 +405,7 @@ def test_hopper_norm_linear(rows: int, k: int, n: int, affine: bool, dtype: torc
         (1, 8, 64, False, torch.bfloat16),
         (130, 512, 512, False, torch.float16),
         (130, 512, 512, True, torch.bfloat16),
+        (300, 64, 392, True, torch.float16),
         (1000, 264, 192, False, torch.bfloat16),
         (5000, 1024, 264, False, torch.bfloat16),
         (40000, 128, 512, False, torch.bfloat16),

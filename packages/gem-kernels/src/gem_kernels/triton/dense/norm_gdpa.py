@@ -53,19 +53,28 @@ def supports(problem: Problem, gdpa: Gdpa = portable) -> Supported:
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa = portable
-) -> tuple[Tensor, Saved]:
-    """See `gem_core.ops.norm_gdpa`. Workspace: the normalised q."""
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa = portable,
+    from_q: Callable[[Problem, Saved, Tensor, Tensor, float], Tensor | None] | None = None,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """See `gem_core.ops.norm_gdpa`. Workspace: the normalised q.
+
+    ``from_q`` (problem of `gdpa`, its tensors with q itself, mean, rstd, eps) may return what `gdpa` makes of the normalised q, and fill
+    mean and rstd; its None means the usual way.
+    """
     from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_l_kernel, norm_gdpa_out_kernel
 
     rows, batch, eps = q.shape[0], q_offsets.numel() - 1, problem.option("eps")
     mean, rstd, out_rstd = stats = [torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(3)]
     given = rows_contiguous(q)
-    l = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid, sizes = _rows(problem, rows)
-    if rows:
-        launch(norm_gdpa_l_kernel, grid, q.device, given, l, mean, rstd, q_offsets, batch, rows, eps, *_strides(given), **sizes)
-    out = gdpa.forward(inner(problem), l, k, v, q_offsets, k_offsets, *_ABSENT)[0]
+    out = None
+    if from_q is not None and rows:
+        out = from_q(inner(problem), (given, k, v, q_offsets, k_offsets, *_ABSENT), mean, rstd, eps)
+    if out is None:
+        l = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if rows:
+            launch(norm_gdpa_l_kernel, grid, q.device, given, l, mean, rstd, q_offsets, batch, rows, eps, *_strides(given), **sizes)
+        out = gdpa.forward(inner(problem), l, k, v, q_offsets, k_offsets, *_ABSENT)[0]
     if rows:
         args = (given, out, mean, rstd, out_rstd, q_offsets, batch, rows, eps, *_strides(given))
         launch(norm_gdpa_out_kernel, grid, q.device, *args, **sizes)

@@ -79,6 +79,32 @@ def norm_gdpa_l_kernel(
     _store(l, away * r[:, None], row, rows, H, D, ROWS, COLUMNS)
 
 
+@triton.jit(do_not_specialize=["batch", "rows", "keys", "key_programs"])
+def norm_gdpa_stats_kernel(
+    q, k, mean, rstd, key_sums, q_offsets, batch, rows, keys, key_programs, eps,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """mean and rstd of ROWS rows of q, or in the first programs the sums of ROWS rows of k, head by head, [H, keys]."""
+    if tl.program_id(0) < key_programs:
+        row = tl.program_id(0).to(tl.int64) * ROWS
+        i = row + tl.arange(0, ROWS)
+        x = _load(k, stride_kn, stride_kh, row, keys, H, D, ROWS, COLUMNS)
+        s = tl.sum(tl.reshape(x, [ROWS, COLUMNS // D, D]), 2)
+        h = tl.arange(0, COLUMNS // D)
+        tl.store(key_sums + h[None, :].to(tl.int64) * keys + i[:, None], s, mask=(i < keys)[:, None] & (h < H)[None, :])
+    else:
+        row = _first_row(ROWS)
+        i = row + tl.arange(0, ROWS)
+        end = tl.load(q_offsets + batch).to(tl.int64)
+        x = _load(q, stride_qn, stride_qh, row, end, H, D, ROWS, COLUMNS)
+        mu = tl.sum(x, 1) / (H * D)
+        away = _normed(x, mu, tl.full([ROWS], 1.0, tl.float32), H, D, COLUMNS)
+        r = tl.where(i < end, tl.rsqrt(tl.sum(away * away, 1) / (H * D) + eps), 0.0)
+        tl.store(mean + i, mu, mask=i < rows)
+        tl.store(rstd + i, r, mask=i < rows)
+
+
 @triton.jit(do_not_specialize=["batch", "rows"])
 def norm_gdpa_out_kernel(
     q, out, mean, rstd, out_rstd, q_offsets, batch, rows, eps, stride_qn: tl.constexpr, stride_qh: tl.constexpr,

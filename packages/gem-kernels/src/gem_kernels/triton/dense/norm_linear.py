@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,10 +106,14 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
     return (y, total), (x if total is None else total, w, b, norm_weight, norm_bias, mean, rstd)
 
 
-def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Saved:
+def backward(
+    problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...],
+    input_grad: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | None] | None = None,
+) -> Saved:  # fmt: skip
     """Two matrix products, which are best left to the vendor's library, and between them one pass for the norm's gradient.
 
-    Workspace: the gradient of x̂, and x̂, each as large as x.
+    Workspace: the gradient of x̂, and x̂, each as large as x. ``input_grad`` (x, w with the norm's weight, dy, rstd, xhat) may return dx of
+    an RMSNorm and fill xhat with x̂; its None means the usual way.
     """
     x, w, b, norm_weight, norm_bias, mean, rstd = saved
     dy, dtotal = (rows_contiguous(t) for t in dout)
@@ -123,7 +128,11 @@ def backward(problem: Problem, saved: Saved, dout: tuple[Tensor | None, ...], ne
     if needs[0] and made is not None and xhat is not None and made.q.dtype == x.dtype:
         dx = norm_gdpa.meet(made, x, rstd, dy @ fold(w, norm_weight), dtotal, xhat)
     elif needs[0]:
-        dx = plain.norm_grads(x, None, dy @ fold(w, norm_weight), dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
+        folded = fold(w, norm_weight)
+        if input_grad is not None and xhat is not None and dtotal is None and not layer:
+            dx = input_grad(x, folded, dy, rstd, xhat)
+        if dx is None:
+            dx = plain.norm_grads(x, None, dy @ folded, dtotal, mean, rstd, False, False, layer, xhat=xhat)[0]
     elif xhat is not None:
         xhat = plain.forward(problem, x, None, None, None)[0][0]
     db = column_sum(dy) if needs[2] or (norm_bias is not None and (needs[1] or needs[4])) else None

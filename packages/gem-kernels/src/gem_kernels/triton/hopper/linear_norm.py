@@ -12,7 +12,7 @@ from gem_kernels.triton.dense import linear_norm as portable
 from gem_kernels.triton.dense.support import rows_contiguous
 from gem_kernels.triton.hopper.norm_linear import addressable, box, row_tiles
 
-BLOCK_K, STAGES = 32, 6
+BLOCK_K, STAGES = 32, 8
 
 WIDEST = 512
 """A program holds whole rows of the result."""
@@ -31,7 +31,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
         given, weight = addressable(rows_contiguous(x)), addressable(w.contiguous())
         launch(
             hopper_linear_norm_fwd_kernel, (min(device_info(x.device).sms, -(-rows // 128)),), x.device,
-            box(given, 128, BLOCK_K), box(weight, block, BLOCK_K), box(y, 64, block), b, norm_weight, norm_bias, rstd,
+            box(given, 128, BLOCK_K), box(weight, block, BLOCK_K), box(y, 64, min(block, 128)), b, norm_weight, norm_bias, rstd,
             rows, problem.option("eps"),
             N=n, K=x.shape[1], BLOCK_C=block, TILES=tiles, BLOCK_K=BLOCK_K, STAGES=STAGES, LAYER=problem.option("kind") == "layer",
             num_warps=4, maxnreg=168,

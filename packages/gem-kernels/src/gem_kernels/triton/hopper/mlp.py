@@ -56,7 +56,7 @@ def shared_bytes(width: int, out: int, stages: int, buffers: int) -> int:
 
 
 def plan(width: int, out: int) -> tuple[int, int]:
-    """(slots of the ring, buffers a warpgroup): two buffers where at least six slots fit beside them."""
+    """(slots of the ring, whole buffers' worth of room for results a warpgroup): two where at least six slots fit beside them."""
     for buffers, least in ((2, 6), (1, 3)):
         stages = (_ROOM - shared_bytes(width, out, 0, buffers)) // (2 * 128 * 64)
         if stages >= least:
@@ -79,6 +79,7 @@ def _hidden(
     walks = max(1, min(device_info(x.device).sms // slices, -(-rows // 128)))
     sums = torch.empty((8 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
     stages, buffers = plan(width, out)
+    parts = 3 - buffers
     own = max(width, out) > 128  # the ring is short there
     # a program adds up one chunk of 64 columns of dy; of narrower ones that was not timed
     beside = want_db2 and own and slices >= out // 64
@@ -90,10 +91,10 @@ def _hidden(
         launch(
             hopper_mlp_bwd_kernel, (walks * slices,), x.device,
             box(given, ring_rows, 64), box(grad, ring_rows, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
-            *(t if t.is_contiguous() else None for t in (given, grad)), box(hidden, 64, BLOCK_H), box(dhidden, 64, BLOCK_H),
+            *(t if t.is_contiguous() else None for t in (given, grad)), *(box(t, 64, BLOCK_H // parts) for t in (hidden, dhidden)),
             b1, up.float().sum(1) if layer else None, mean, rstd,
             sums if want_db1 else None, dy_sums if beside else None, rows, slices, gain(act),
-            HIDDEN=size, KX=width // 64, KD=out // 64, OWN=own, BLOCK_H=BLOCK_H, STAGES=stages, BUFFERS=buffers, ACT=act,
+            HIDDEN=size, KX=width // 64, KD=out // 64, OWN=own, BLOCK_H=BLOCK_H, STAGES=stages, PARTS=parts, ACT=act,
             FAST=fast(True, x.dtype), NORM=problem.option("norm") is not None, LAYER=layer, num_warps=4, maxnreg=168,
         )  # fmt: skip
     else:

@@ -7,7 +7,8 @@ whose x and dy a producer streams in chunks of 64 columns; the products of one r
     dy chunks ─► da = dy w2     ├─► hidden = act(z), dhidden = da · act'(z), by TMA; column sums of dhidden stay in registers to the end,
                                     and of one chunk of dy, another one in each of the programs that walk over the same rows
 
-OWN: each warpgroup has a producer and a ring of its own, so that neither waits for the other.
+OWN: each warpgroup has a producer and a ring of its own, so that neither waits for the other. Results leave through two buffers a
+warpgroup; with two PARTS these are of half the columns, and one half is computed while the other one leaves.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.common import make_barriers
+from gem_kernels.triton.hopper.halves import halves
 from gem_kernels.triton.hopper.prefetch import prefetch_rows
 
 
@@ -90,6 +92,43 @@ def _four_rows(x):
 
 
 @gluon.jit
+def _leave(to, m, column, x, buffer):
+    """64 rows of ``to`` from row and column on, by way of a buffer; there are two, used in turn, and one may still be read meanwhile."""
+    tma.store_wait(1)
+    buffer.store(x.to(buffer.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(to, [m, column], buffer)
+
+
+@gluon.jit
+def _activate(
+    z, da, to, first, second, m, h, rows, gain,
+    FIRST: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+):  # fmt: skip
+    """act(z) and dz, which it returns, of columns FIRST and on of the program's, to memory."""
+    hidden, dhidden, mean, rstd, b1, column_sum = to
+    layout: gl.constexpr = z.type.layout
+    i = m + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    j = FIRST + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, layout))
+    if LAYER:
+        z = z - gl.load(mean + i, i < rows, 0.0)[:, None] * gl.load(column_sum + j)[None, :]
+    if NORM:
+        z = z * gl.load(rstd + i, i < rows, 0.0)[:, None]
+    if b1 is not None:
+        z = z + gl.load(b1 + j).to(gl.float32)[None, :]
+    if ACT == 1 and FAST:
+        a, slope = _gelu_and_slope(z)
+    else:
+        a, slope = activate_with_slope(z, 0, ACT, 0, FAST)
+        a = a * gain
+        slope = slope * gain
+    _leave(hidden, m, h + FIRST, a, first)
+    dz = da * slope
+    _leave(dhidden, m, h + FIRST, dz, second)
+    return dz
+
+
+@gluon.jit
 def _store_parts(to, x, place, first, WIDTH: gl.constexpr):
     """Sums ``x [4, COLUMNS]``, a row a warp, into rows 4 · place and on of ``to [.., WIDTH]``, from column ``first`` on."""
     layout: gl.constexpr = x.type.layout
@@ -103,15 +142,11 @@ def _consumer(
     hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer, w_full, full, empty,
     rows, gain,
     WHO: gl.constexpr, HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_H, 16])
-    across: gl.constexpr = gl.SliceLayout(0, layout)
-    down: gl.constexpr = gl.SliceLayout(1, layout)
-    dtype: gl.constexpr = slots.dtype
     base: gl.constexpr = WHO * STAGES if OWN else 0
     h = gl.program_id(0) % slices * BLOCK_H
-    j = gl.arange(0, BLOCK_H, layout=across)
     # pointers, so that a column's place is an offset known to the compiler and not an address in registers
     if b1 is not None:
         b1 += h
@@ -120,7 +155,10 @@ def _consumer(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     chunk = gl.program_id(0) % slices
     dy_sums = _four_rows(gl.full([64, 64], 0.0, gl.float32, flat))
-    sums = _row_pairs(gl.full([64, BLOCK_H], 0.0, gl.float32, layout), BLOCK_H)
+    PART: gl.constexpr = BLOCK_H // PARTS
+    part: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
+    sums = _row_pairs(gl.full([64, PART], 0.0, gl.float32, part), PART)
+    sums_right = sums
     mbarrier.wait(w_full.index(0), 0)
     step = 0
     for tile in range(gl.program_id(0) // slices, row_tiles, gl.num_programs(0) // slices):
@@ -148,35 +186,26 @@ def _consumer(
         for c in gl.static_range(KD):
             mbarrier.arrive(empty.index(base + (step + c) % STAGES), count=1)
         step += KD
-        i = m + gl.arange(0, 64, layout=down)
-        if LAYER:
-            z = z - gl.load(mean + i, i < rows, 0.0)[:, None] * gl.load(column_sum + j)[None, :]
-        if NORM:
-            z = z * gl.load(rstd + i, i < rows, 0.0)[:, None]
-        if b1 is not None:
-            z = z + gl.load(b1 + j).to(gl.float32)[None, :]
-        if ACT == 1 and FAST:
-            a, slope = _gelu_and_slope(z)
+        to = hidden, dhidden, mean, rstd, b1, column_sum
+        first = out_buffer.index(2 * WHO)
+        second = out_buffer.index(2 * WHO + 1)
+        if PARTS == 1:
+            dz = _activate(z, da, to, first, second, m, h, rows, gain, 0, ACT, FAST, NORM, LAYER)
+            if db1 is not None:
+                sums += _row_pairs(dz, PART)
         else:
-            a, slope = activate_with_slope(z, 0, ACT, 0, FAST)
-            a = a * gain
-            slope = slope * gain
-        tma.store_wait(0)
-        first = out_buffer.index(WHO * BUFFERS)
-        first.store(a.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(hidden, [m, h], first)
-        dz = da * slope
-        if db1 is not None:
-            sums += _row_pairs(dz, BLOCK_H)
-        if BUFFERS == 1:
-            tma.store_wait(0)
-        second = out_buffer.index(WHO * BUFFERS + BUFFERS - 1)
-        second.store(dz.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dhidden, [m, h], second)
+            z_left, z_right = halves(z)
+            da_left, da_right = halves(da)
+            dz = _activate(z_left, da_left, to, first, second, m, h, rows, gain, 0, ACT, FAST, NORM, LAYER)
+            if db1 is not None:
+                sums += _row_pairs(dz, PART)
+            dz = _activate(z_right, da_right, to, first, second, m, h, rows, gain, PART, ACT, FAST, NORM, LAYER)
+            if db1 is not None:
+                sums_right += _row_pairs(dz, PART)
     if db1 is not None:
         _store_parts(db1, gl.sum(sums, 1), gl.program_id(0) // slices * 2 + WHO, h, HIDDEN)
+        if PARTS == 2:
+            _store_parts(db1, gl.sum(sums_right, 1), gl.program_id(0) // slices * 2 + WHO, h + PART, HIDDEN)
     if db2 is not None:
         if chunk < KD:
             _store_parts(db2, gl.sum(gl.reshape(dy_sums, [4, 4, 64]), 1), gl.program_id(0) // slices * 2 + WHO, chunk * 64, KD * 64)
@@ -187,7 +216,7 @@ def _consumer(
 def hopper_mlp_bwd_kernel(
     x, dy, w1, w2, x_rows, dy_rows, hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, rows, slices, gain,
     HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, OWN: gl.constexpr, BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """hidden, dhidden [rows, HIDDEN]; db1, db2 [8 · programs / slices, HIDDEN or KD · 64], None where not wanted; db2 needs slices >= KD.
@@ -197,11 +226,11 @@ def hopper_mlp_bwd_kernel(
     RINGS: gl.constexpr = 2 if OWN else 1
     chunk: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128 // RINGS, 64], dtype)
     up: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_H, 64], dtype)
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_H // PARTS], dtype)
     w1_slots = gl.allocate_shared_memory(dtype, [KX, BLOCK_H, 64], up)
     w2_slots = gl.allocate_shared_memory(dtype, [KD, 64, BLOCK_H], gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], dtype))
     slots = gl.allocate_shared_memory(dtype, [RINGS * STAGES, 128 // RINGS, 64], chunk)
-    out_buffer = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 64, BLOCK_H], wide)
+    out_buffer = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_H // PARTS], wide)
     w_full = make_barriers(1, 1)
     full, empty = make_barriers(RINGS * STAGES, 1), make_barriers(RINGS * STAGES, 2 // RINGS)
     fence_async_shared()
@@ -211,14 +240,14 @@ def hopper_mlp_bwd_kernel(
                 _consumer,
                 (
                     hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
-                    w_full, full, empty, rows, gain, 0, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
+                    w_full, full, empty, rows, gain, 0, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, PARTS, ACT, FAST, NORM, LAYER,
                 ),
             ),
             (
                 _consumer,
                 (
                     hidden, dhidden, b1, column_sum, mean, rstd, db1, db2, row_tiles, slices, w1_slots, w2_slots, slots, out_buffer,
-                    w_full, full, empty, rows, gain, 1, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, BUFFERS, ACT, FAST, NORM, LAYER,
+                    w_full, full, empty, rows, gain, 1, HIDDEN, KX, KD, OWN, BLOCK_H, STAGES, PARTS, ACT, FAST, NORM, LAYER,
                 ),
             ),
             (

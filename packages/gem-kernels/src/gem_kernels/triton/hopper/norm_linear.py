@@ -1,4 +1,4 @@
-"""Launching the Hopper kernel of `norm_linear`; the backward pass is the portable one."""
+"""Launching the Hopper kernels of `norm_linear`; the backward pass is the portable one, its gradient of x another where that is faster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from torch import Tensor
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.common.device import device_info
 from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.dense import norm_linear as portable
 from gem_kernels.triton.dense.norm_linear import fold
 from gem_kernels.triton.dense.support import power_of_two, rows_contiguous
 
 BLOCK_N, BLOCK_K, STAGES = 256, 32, 6
+
+MANY_ROWS = 1 << 17
+"""From here on the kernel for the gradient of x was timed."""
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
@@ -39,6 +43,30 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
         )  # fmt: skip
     mean = torch.empty(0, dtype=torch.float32, device=x.device)
     return (y, None), (x, w, b, norm_weight, norm_bias, mean, rstd)
+
+
+def backward(problem: Problem, saved: portable.Saved, dout: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> portable.Saved:
+    """See `gem_kernels.triton.dense.norm_linear.backward`."""
+    return portable.backward(problem, saved, dout, needs, _input_grad)
+
+
+def _input_grad(x: Tensor, w: Tensor, dy: Tensor, rstd: Tensor, xhat: Tensor) -> Tensor | None:
+    """dx, with x̂ in ``xhat``; None, and nothing is done, where the kernel does not serve or was not timed. Workspace: 8 bytes a row."""
+    rows, k = x.shape
+    n = w.shape[0]
+    if rows < MANY_ROWS or not 256 < k <= 512 or k % 8 or n % 8:
+        return None
+    from gem_kernels.triton.hopper.norm_linear_bwd import hopper_norm_linear_dx_kernel
+
+    dx = torch.empty((rows, k), dtype=x.dtype, device=x.device)
+    tiles = -(-rows // 128)
+    told = torch.full((256 * tiles,), -1, dtype=torch.int32, device=x.device).view(torch.float32)
+    launch(
+        hopper_norm_linear_dx_kernel, (2 * min(device_info(x.device).sms // 2, tiles),), x.device,
+        box(addressable(dy), 128, 32), box(addressable(w), 32, 256), box(addressable(x), 64, 256), box(dx, 64, 256), box(xhat, 64, 256),
+        rstd, told, rows, N=n, K=k, BLOCK_C=256, BLOCK_R=32, STAGES=6, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    return dx
 
 
 def row_tiles(columns: int) -> tuple[int, int]:

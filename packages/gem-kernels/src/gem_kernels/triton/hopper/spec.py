@@ -1,4 +1,4 @@
-"""The Hopper implementations of `jagged_attention`, `gdpa`, `norm_linear` and `mlp` that gem-kernels offers.
+"""The Hopper implementations of attention, norms, products and `mlp` that gem-kernels offers.
 
 ``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others.
 """
@@ -135,7 +135,7 @@ def _norm_linear_forward(problem: Problem, *tensors: Tensor | None) -> Any:
 
 
 def _norm_linear_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.dense.norm_linear import backward as run
+    from gem_kernels.triton.hopper.norm_linear import backward as run
 
     return run(problem, saved, dout, needs)
 
@@ -169,6 +169,36 @@ def _linear_norm_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[
     return run(problem, saved, dout, needs)
 
 
+def block_supports(problem: Problem) -> Supported:
+    """Rotary positions, blocks of 64 rows, heads of 128 columns and as many of keys, in half precision."""
+    answer = _on_hopper(problem)
+    if not answer:
+        return answer
+    from gem_kernels.triton.block import spec as block
+
+    answer = block.supports(problem)
+    if not answer:
+        return answer
+    if problem.dtype("q") == torch.float32 or "rotary_cos" not in problem.present:
+        return no("rotary positions and bf16 or fp16")
+    sizes = problem.option("block_size", 64), problem.dim("D"), problem.dim("Dv"), problem.dim("H") // problem.dim("Hkv")
+    if sizes != (64, 128, 128, 1):
+        return no(f"blocks of 64 rows, heads of 128 columns, a key head for every query head; they are {sizes}")
+    return _dialect()
+
+
+def _block_forward(problem: Problem, *tensors: Tensor | None) -> Any:
+    from gem_kernels.triton.hopper.block import forward as run
+
+    return run(problem, *tensors)
+
+
+def _block_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
+    from gem_kernels.triton.block.launch import backward as run
+
+    return run(problem, saved, dout, needs)
+
+
 def mlp_supports(problem: Problem) -> Supported:
     """Half precision; widths of 64, 128, 192 or 256, a hidden layer in steps of 128."""
     answer = _on_hopper(problem)
@@ -198,7 +228,7 @@ def norm_gdpa_supports(problem: Problem) -> Supported:
 
 
 def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.dense.norm_gdpa import forward as run
+    from gem_kernels.triton.hopper.norm_gdpa import forward as run
 
     return run(problem, *tensors, gdpa=sys.modules[__name__])
 
@@ -222,11 +252,12 @@ def _mlp_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ..
 
 
 def specs() -> list[KernelSpec]:
-    """``hopper`` of the three ops, and ``hopper-only`` of the two attention ops."""
+    """``hopper`` of all ops, and ``hopper-only`` of the two attention ops."""
     found = [KernelSpec(op, "hopper", forward, backward, supports, _MEASURED) for op in ("jagged_attention", "gdpa")]
     for op in ("jagged_attention", "gdpa"):
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
+    found.append(KernelSpec("block_attention", "hopper", _block_forward, _block_backward, block_supports, _MEASURED))
     found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
     found.append(KernelSpec("linear_norm", "hopper", _linear_norm_forward, _linear_norm_backward, linear_norm_supports, _MEASURED))
     found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))

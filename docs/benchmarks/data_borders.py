@@ -4,7 +4,8 @@ through three epochs of it, each epoch read by itself and with reading ahead ove
     python docs/benchmarks/data_borders.py base --rows 153600 --step-ms 80 --out docs/benchmarks
 
 With row groups of 10,240 rows and windows of 65,536 the default makes two windows of 71,680 rows and a short one, which is the hard case:
-little is left to train on while the next epoch's first window is decoded. Every variant runs in a process of its own.
+little is left to train on while the next epoch's first window is decoded. Every variant runs in a process of its own. ``--against FOLDER``
+measures the source tree of another commit beside (`git archive COMMIT packages | tar -x -C FOLDER`).
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def main() -> None:
     options.add_argument("--workers", type=int, default=0)
     options.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options.add_argument("--file", type=Path, help="a log that is there already, of these rows")
+    options.add_argument("--against", type=Path, metavar="FOLDER", help="source tree of another commit, measured too")
     options.add_argument("--out", type=Path, help="also write data-borders.json and .md there")
     args = options.parse_args()
     if args.variant is not None:
@@ -101,10 +103,13 @@ def main() -> None:
             write_parquet(path, written[0].schema, iter(written))
         own = ["--step-ms", str(args.step_ms), "--workers", str(args.workers), "--file", str(path)]
         found = {}
-        for name in VARIANTS:
-            done = subprocess.run([sys.executable, __file__, args.preset, "--variant", name, *own], stdout=subprocess.PIPE, check=True)
-            found[name] = json.loads(done.stdout)
-            print(name, found[name], flush=True)
+        trees = [(f"{args.against.name}, each epoch by itself", args.against, next(iter(VARIANTS)))] if args.against else []
+        for label, tree, name in (*trees, *((name, None, name) for name in VARIANTS)):
+            sources = {} if tree is None else {"PYTHONPATH": ":".join(str(path) for path in sorted(tree.glob("packages/*/src")))}
+            command = [sys.executable, __file__, args.preset, "--variant", name, *own]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, **sources})
+            found[label] = json.loads(done.stdout)
+            print(label, found[label], flush=True)
     cpu = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     record = {
         "command": shlex.join(["python", "docs/benchmarks/data_borders.py", *sys.argv[1:]]),

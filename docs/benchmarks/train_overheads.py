@@ -3,8 +3,7 @@
 
     python docs/benchmarks/train_overheads.py base --set precision.recipe=bf16 --set train.capture=true --rows 122880 --out docs/benchmarks
 
-The first row groups are drawn and then repeated, since drawing takes long. ``--rows`` should be more than the steps read, or a window holds
-the beginning of an epoch, where nothing has been read ahead.
+The first row groups are drawn and then repeated, since drawing takes long.
 """
 
 from __future__ import annotations

@@ -32,10 +32,9 @@ class GemRetrieval(RetrievalModel):
             raise ConfigError("retrieval needs the history's tower", where="model.sequence", fix="remove sequence = false")
         where = f"model.groups.{name}" if name in config.groups else "model.sequence"
         super().__init__(config, config.retrieval, features, tower.dim)
-        self.config, self.tower = (
-            config,
-            causal_tower(tower, where).model_copy(update={"pooling": tower.pooling.model_copy(update={"candidate_queries": 0})}),
-        )
+        self.config = config
+        pooling = tower.pooling.model_copy(update={"candidate_queries": 0})
+        self.tower = causal_tower(tower, where).model_copy(update={"pooling": pooling})
         has_context = bool(self.inputs.sparse or self.inputs.dense or self.inputs.vectors)
         if tower.pffn.kind != "none" and not has_context:
             raise ConfigError(

@@ -247,18 +247,17 @@ def causal_tower(config: SequenceConfig, where: str) -> SequenceConfig:
     """
     allowed = ("causal", "causal_window", "none")
     wrong = [k for k in config.kinds if k not in allowed]
-    ahead = {
-        f"attention = {wrong[0]!r}" if wrong else "": ("attention", f"use {', '.join(allowed)}", bool(wrong)),
-        "candidate = true": ("candidate", "set candidate = false", config.candidate),
-        "cls > 0": ("cls", "set cls = 0", config.cls > 0),
-        "event.compare = true": ("event.compare", "set compare = false", config.event.compare),
-        "event.time_buckets > 0": ("event.time_buckets", "set time_buckets = 0", config.event.time_buckets > 0),
-        'rotary = "time"': ("rotary", 'set rotary = "position"', config.rotary == "time"),
-        "next_event > 0": ("next_event", "set next_event = 0: the task itself is the next event", config.next_event > 0),
-    }
-    for what, (key, fix, bad) in ahead.items():
+    ahead = [
+        (bool(wrong), "attention", f"= {wrong[0]!r}" if wrong else "", f"use {', '.join(allowed)}"),
+        (config.candidate, "candidate", "= true", "set candidate = false"),
+        (config.cls > 0, "cls", "> 0", "set cls = 0"),
+        (config.event.compare, "event.compare", "= true", "set compare = false"),
+        (config.event.time_buckets > 0, "event.time_buckets", "> 0", "set time_buckets = 0"),
+        (config.rotary == "time", "rotary", '= "time"', 'set rotary = "position"'),
+        (config.next_event > 0, "next_event", "> 0", "set next_event = 0: the task itself is the next event"),
+    ]
+    for bad, key, value, fix in ahead:
         if bad:
-            raise ConfigError(
-                f"{what} does not fit retrieval, where each position must know its past only", where=f"{where}.{key}", fix=fix
-            )
+            what = f"{key} {value} does not fit retrieval, where each position must know its past only"
+            raise ConfigError(what, where=f"{where}.{key}", fix=fix)
     return config

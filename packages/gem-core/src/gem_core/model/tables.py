@@ -134,7 +134,7 @@ def event_ids(batch: Batch, path: str) -> Jagged:
 
 @contextmanager
 def deferred_tables() -> Iterator[None]:
-    """Inside, new `LocalTables` allocate nothing until `LocalTables.materialise`: for models whose tables a strategy will hold."""
+    """Inside, new `LocalTables` are on the device "meta": for models whose tables a strategy will hold."""
     token = _DEFERRED.set(True)
     try:
         yield
@@ -169,13 +169,6 @@ class LocalTables(nn.Module):
         for t in self.table_set.tables:
             nn.init.normal_(self.weight(t.name), std=t.init_std)
             self.accumulator(t.name).zero_()
-
-    def materialise(self, device: torch.device | str) -> LocalTables:
-        """Allocate and initialise deferred tables on ``device``; tables that exist already are moved."""
-        if any(p.is_meta for p in self.parameters()):
-            self.to_empty(device=device)
-            self.reset_parameters()
-        return self.to(device)
 
     def slot(self, table: str) -> str:
         """The name of the table's parameter in this module."""

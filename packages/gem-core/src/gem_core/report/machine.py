@@ -103,7 +103,7 @@ def ranks(runs: Sequence[Run]) -> Section | None:
 
 
 def communication(runs: Sequence[Run]) -> Section | None:
-    """Measured by profiles of a few steps where there are some, else as the planner expects it."""
+    """What profiles of a few steps measured, where there are some."""
     text = per_run(runs, _profiled)
     return ("Profile", text) if text else None
 

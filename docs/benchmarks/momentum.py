@@ -27,6 +27,7 @@ from gem_parallel.bench.report import table
 TWO = ("parallel.dense=ddp", "parallel.sparse=gem-2d", "parallel.model=1", "parallel.replica=2")
 ROWS = {
     "1D": ("parallel.dense=ddp", "parallel.sparse=gem-2d", "parallel.model=2"),
+    "1D, lr x 1.41": ("parallel.dense=ddp", "parallel.sparse=gem-2d", "parallel.model=2", "train.tables.lr=0.0707"),
     "whole, c = 2": TWO,
     "whole, c = 1": (*TWO, "parallel.gem-2d.momentum_scale=1.0"),
     "whole, c = 1.41": (*TWO, "parallel.gem-2d.momentum_scale=1.41"),

@@ -470,7 +470,7 @@ def test_what_an_old_process_still_writes_is_in_nobodys_way(tmp_path):
     (begun / "model.safetensors").write_bytes(b"half")
     new.save(4, meta={}, parts=parts, shared={}, ranks=[{}])
     assert not begun.exists()
-    with pytest.raises(CheckpointError, match="step 4 could not be written: .* was removed meanwhile"):
+    with pytest.raises(CheckpointError, match=r"step 4 could not be written: .* was removed meanwhile"):
         old.publish(4, begun, meta={"format": 1}, files={}, shared={}, ranks=[{}])
     assert new.problem(4) is None
     assert torch.equal(new.latest()[0].tensors("model")["w"], torch.ones(2))

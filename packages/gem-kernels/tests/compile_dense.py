@@ -21,8 +21,10 @@ from gem_core.ops import dispatch
 from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
 from gem_kernels.triton.common.launch import Compiled, compile_only
+from gem_kernels.triton.hopper import block as hopper_block
 from gem_kernels.triton.hopper import linear_norm as hopper_linear_norm
 from gem_kernels.triton.hopper import mlp as hopper_mlp
+from gem_kernels.triton.hopper import norm_linear as hopper_norm_linear
 
 BF16 = torch.bfloat16
 SPECS = {spec.op: spec for family in (block, dense, jagged) for spec in family.specs()}
@@ -77,6 +79,8 @@ def main(arch: str, *labels: str) -> None:
             _compile_hopper_mlp(d, norm)
         for kind, affine in (("rms", False), ("layer", True)):
             _compile_hopper_rows(kind, affine)
+        _compile_hopper_block()
+        _compile_hopper_input_grad()
 
 
 def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
@@ -105,6 +109,23 @@ def _compile_hopper_rows(kind: str, affine: bool) -> None:
         problem = problem_of("linear_norm", **_leaves(named), **norm, kind=kind)
         hopper_linear_norm.forward(problem, *tensors)
     _tell(f"hopper rows {kind}", done)
+
+
+def _compile_hopper_block() -> None:
+    q, angle, offsets = _t(128, 4, 128), _t(100, 64, dtype=torch.float32), lengths_to_offsets(torch.tensor([100, 28]))
+    with compile_only("sm_90") as done:
+        problem = problem_of("block_attention", q=q, k=q, v=q, offsets=offsets, rotary=(angle, angle))
+        hopper_block.forward(problem, q, q, q, offsets, angle, angle, None)
+    _tell("hopper block", done)
+
+
+def _compile_hopper_input_grad() -> None:
+    """The gradient of x of norm_linear, which many rows get."""
+    hopper_norm_linear.MANY_ROWS = 1
+    x = _t(256, 512)
+    with compile_only("sm_90") as done:
+        hopper_norm_linear._input_grad(x, _t(512, 512), x, _t(256, dtype=torch.float32), x)
+    _tell("hopper input gradient", done)
 
 
 def _tell(label: str, done: list[Compiled]) -> None:

@@ -76,6 +76,10 @@ def hopper_call(op: str) -> Call:
         return Call({"q": draw.packed(305, 2, 128), "k": draw.packed(198, 2, 128), "v": draw.packed(198, 2, 128)}, lambda t: t | fixed)
     more = {"activation": "silu"} if op == "gdpa" else {}
     offsets = draw.offsets((0, 1, 65, 200, 128))
+    if op == "block_attention":
+        angle = draw.normal(200, 64).float()
+        fixed = {"offsets": offsets, "rotary": (angle.cos(), angle.sin())}
+        return Call({n: draw.packed(394, 2, 128) for n in ("q", "k", "v")}, lambda t: t | fixed)
     fixed = {"q_offsets": offsets, "max_q_len": 200, "max_k_len": 200, "causal": True, **more}
     return Call({n: draw.packed(394, 2, 64) for n in ("q", "k", "v")}, lambda t: t | fixed, dict.fromkeys(("q", "k", "v"), 394), 394)
 

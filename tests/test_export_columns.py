@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import json
@@ -241,6 +242,7 @@ def test_an_id_of_another_type_is_refused(trained: Path, serve, tmp_path: Path, 
 
 
 def test_the_script_names_the_line(trained: Path, serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve, "Package", functools.cache(serve.Package))  # loading takes seconds
     good = json.dumps(rows()[1])
     for arguments, lines, words in (
         ([], [], "usage: "),

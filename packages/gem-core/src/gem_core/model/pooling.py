@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -60,14 +62,14 @@ class SeedPooling(nn.Module):
         pooled = []
         if self.seeds is not None:
             q = self.seeds.to(k.dtype)
-            o = ops.jagged_attention(
+            o: Any = ops.jagged_attention(
                 q, k, v, None, rows.offsets, max_k_len=rows.max_length, broadcast_q=True, precision=self.attention_precision
             )
             pooled.append(o.view(b, self.seeds.shape[0], self.heads * self.head_dim))
         if self.queries is not None:
             assert candidate is not None
             q = self.queries(candidate).view(-1, self.heads, self.head_dim)
-            lengths = {"max_q_len": self.count, "max_k_len": rows.max_length}
+            lengths: dict[str, Any] = {"max_q_len": self.count, "max_k_len": rows.max_length}
             o = ops.jagged_attention(q, k, v, rows.uniform(self.count), rows.offsets, **lengths, precision=self.attention_precision)
             pooled.append(o.view(b, self.count, self.heads * self.head_dim))
         read = side_by_side(pooled)
@@ -86,7 +88,12 @@ class Pooling(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.cls, self.recent, self.last = cls, config.recent, candidate and config.last
-        options = {"seeds": config.seeds, "candidate_queries": config.candidate_queries, "tokens": config.tokens, "kron": config.kron}
+        options: dict[str, Any] = {
+            "seeds": config.seeds,
+            "candidate_queries": config.candidate_queries,
+            "tokens": config.tokens,
+            "kron": config.kron,
+        }
         asked = config.seeds + config.candidate_queries
         self.attention = SeedPooling(dim, heads, head_dim, out_dim, **options, norm=norm) if asked else None
         taken = cls + config.recent + int(self.last)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,8 @@ class Pffn(nn.Module):
         k, v = siblings.unbind(kv, 2, self.heads, self.head_dim)
         k_offsets = rows.uniform(self.keys)
         shape = (-1, self.heads, self.head_dim)
-        options = {"activation": self.config.activation, "scale_in": self.scale_in, "scale_out": self.scale_out}
-        bounds = {"max_q_len": rows.max_length, "max_k_len": self.keys}
+        options: dict[str, Any] = {"activation": self.config.activation, "scale_in": self.scale_in, "scale_out": self.scale_out}
+        bounds: dict[str, Any] = {"max_q_len": rows.max_length, "max_k_len": self.keys}
         if self.q is None or self.out is None:
             return siblings.flat(ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds))
         q, s = self.q(s, through=True)
@@ -102,10 +103,10 @@ class SelfAttention(nn.Module):
         qkv, s = self.qkv(s, through=True)
         q, k, v = siblings.unbind(qkv, 3, self.heads, self.head_dim)
         if self.qk_norm:
-            q, k = ops.norm(q), ops.norm(k)
+            q, k = ops.norm(q), ops.norm(k)  # type: ignore[assignment]
         if self.kind == "block":
             turn = None if rotary is None else (rotary.cos, rotary.sin)
-            o = ops.block_attention(
+            o: Any = ops.block_attention(
                 q, k, v, rows.offsets, block_size=self.block, rotary=turn, rotary_rows=None if rotary is None else rotary.rows
             )
         else:
@@ -128,7 +129,7 @@ class SequenceBlock(nn.Module):
     def __init__(self, config: SequenceConfig, tokens: int, token_dim: int, layer: int = 0, *, comp_skip: bool = False) -> None:
         super().__init__()
         c, shape = config, (config.dim, config.heads, config.width)
-        common = {"norm": c.norm, "dropout": c.dropout}
+        common: dict[str, Any] = {"norm": c.norm, "dropout": c.dropout}
         turn = layer // 2 if comp_skip else layer
         kind = "none" if comp_skip and layer % 2 == 0 else c.kinds[turn % len(c.kinds)]
         generated = c.pffn.kind != "none" and not (comp_skip and layer % 2)

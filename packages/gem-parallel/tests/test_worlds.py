@@ -35,6 +35,7 @@ def worlds(world):
     }
     found["whole, torchrec order"] = scenario(world, world // 3, exchange="whole", schedule="torchrec", sharding="table")
     found["copies of peers' memory"] = scenario(world, 1, exchange="whole", collective="copy-engine")
+    found["copies of peers' memory, hosts of two and one"] = scenario(world, 1, exchange="whole", collective="copy-engine", per_host=2)
     if find_spec("torchrec") is not None:
         found["torchrec rows"] = scenario(world, world, "torchrec", sharding="row")
         found["torchrec tables"] = scenario(world, world, "torchrec", sharding="table")

@@ -78,7 +78,11 @@ class TorchrecConfig(SparseConfig):
     sharding: Literal["planner", "row", "table", "column", "data"] = Field("planner", description="planner: TorchRec's planner chooses")
     weighted: bool = Field(False, description="bags carry per-id weights")
     column_parts: int = Field(2, gt=1, description="parts of a column-wise table")
-    zch_interval: int = Field(1000, gt=0, description='ids = "zch": steps between evictions')
+    zch_interval: int = Field(
+        1000,
+        gt=0,
+        description='ids = "zch": steps between evictions; a resumed run counts them anew, and knows the ids of steps up to the last one',
+    )
 
 
 class Torchrec2dConfig(TorchrecConfig):

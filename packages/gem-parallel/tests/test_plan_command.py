@@ -272,6 +272,21 @@ def test_local_rates_replace_those_of_the_file(config: Path, tmp_path: Path, cap
     assert "measured on 'NVIDIA B200'" in text
 
 
+def test_what_could_be_saved_is_said(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In whole words, also where the output is a pipe."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    base = ["plan", str(config), "--cluster", H200, "--world", "8", "--lengths", 'law="lognormal", mean=200, max=2048']
+    told = []
+    for more in ([], ["--set", "train.capture=true", "--set", "data.batch_size=2048"]):
+        assert main([*base, *more]) == 0
+        told.append(capsys.readouterr().out)
+    assert "what is exposed most" in told[0]
+    assert "The host bounds the step" in told[0]
+    assert "train.capture = true" in told[0]
+    assert re.search(r"tables [\d.]+ MB by", told[0])
+    assert "The host bounds" not in told[1]
+
+
 def test_rates_of_other_widths_are_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.toml"
     told = []

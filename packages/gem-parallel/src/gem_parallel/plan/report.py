@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: di
     """Tables: the axes on their tiers, the step's time, memory at its peak, efficiency against the baselines."""
     parts: list[RenderableType] = [_headline(space, chosen, simulation), _axes(space, chosen), _time(space, chosen), _memory(space, chosen)]
     parts.append(_efficiency(space, {"this plan": chosen, **baselines}))
+    parts += [Text(hint) for hint in _hints(space, chosen)]
     if fastest is not chosen:
         gain = chosen.seconds / fastest.seconds - 1
         axes = ", ".join(f"{a} {d}" for a, d in (*fastest.dense.degrees().items(), *fastest.sparse.degrees().items()) if d > 1)
@@ -42,6 +45,24 @@ def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: di
     return Group(*parts)
 
 
+def _hints(space: Space, chosen: Estimate) -> list[str]:
+    """What would take the largest avoidable loss away."""
+    found = []
+    late = chosen.breakdown["computation"] - local_seconds(space) / space.cluster.gpu.in_step
+    if space.workload.dealt == 1 and late > 0.05 * chosen.seconds:
+        found.append(
+            f"Imbalance costs {late * 1e3:,.1f} ms of the step: batches of equal work, if the data source can deal them, save most of it."
+        )
+    if chosen.device_seconds < 0.9 * chosen.seconds:
+        alone = f"{chosen.device_seconds * 1e3:,.1f} ms"
+        found.append(f"The host bounds the step, the GPU would need {alone}: train.capture = true replays it with one launch.")
+    return found
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+
+
 def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> RenderableType:
     w, dense, sparse = space.workload, chosen.dense, chosen.sparse
     samples = w.batch * space.world / chosen.seconds
@@ -50,7 +71,7 @@ def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> Rendera
         f"{w.batch:,} samples a GPU",
         f"dense {w.parameters:,} parameters by {dense.strategy}"
         + ("" if dense.spread == 1 else ", layers freed after forward" if dense.reshard else ", layers kept gathered"),
-        f"tables {w.table_bytes / 1e9:,.1f} GB by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
+        f"tables {_size(w.table_bytes)} by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
         f"step {chosen.seconds * 1e3:,.1f} ms ({simulation.seconds * 1e3:,.1f} ms simulated over all ranks, whose slowest computes "
         f"{simulation.imbalance:.2f} x the mean), {samples:,.0f} samples/s",
         f"recomputed in backward: {_modules(space, chosen)}",
@@ -216,6 +237,7 @@ def write_ranks(path: Path, space: Space, chosen: Estimate, simulation: Simulati
 
 
 def show(*parts: RenderableType) -> None:
-    console = Console(soft_wrap=False)
+    # a pipe or a file has no width, and 80 columns cut the names of collectives
+    console = Console(soft_wrap=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
     for part in parts:
         console.print(part)

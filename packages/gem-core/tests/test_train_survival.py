@@ -48,6 +48,7 @@ import os, sys, torch
 torch.set_num_threads(1)
 from gem_core.config import load_config
 from gem_core.train.trainer import Trainer
+from gem_core.train.contract import Callback
 
 class Tell(Callback):
     def on_step(self, run, record):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from gem_parallel.plan.activations import Saved
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sparse, table_classes
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.engine import HOST
-from gem_parallel.plan.explain import baselines, efficiency, neighbours
+from gem_parallel.plan.explain import _why, baselines, efficiency, neighbours
 from gem_parallel.plan.memory import rooms, table_memory
 from gem_parallel.plan.search import Estimate, Space, plan
 from gem_parallel.plan.settings import from_parallel
@@ -321,6 +323,16 @@ def test_equal_ranks_simulate_to_the_estimate_exactly() -> None:
             assert simulate(work, space.cluster, d, s).seconds == pytest.approx(estimate.seconds, rel=1e-9)
             checked += 1
     assert checked > 20
+
+
+def test_a_faster_neighbour_that_cannot_be_run_is_called_faster() -> None:
+    def one(seconds: float, runs: bool) -> Any:
+        way = SimpleNamespace(runnable=runs)
+        return SimpleNamespace(seconds=seconds, memory=SimpleNamespace(bytes=1.0), dense=way, sparse=way, breakdown={})
+
+    space: Any = SimpleNamespace(room=2.0)
+    assert _why(space, one(1.0, True), one(0.99, False)) == "10.00 ms faster, but cannot be run; the mesh lays ranks out in one order only"
+    assert _why(space, one(1.0, True), one(1.0, False)).startswith("as fast, and no simpler")
 
 
 def test_the_breakdown_adds_up_to_the_step() -> None:

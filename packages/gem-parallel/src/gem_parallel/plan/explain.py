@@ -74,6 +74,8 @@ def _why(space: Space, best: Estimate, other: Estimate) -> str:
         note = "; the mesh lays ranks out in one order only"
     else:
         note = ""
+    if slower < -1e-4 * best.seconds and note:
+        return f"{-slower * 1e3:.2f} ms faster, but cannot be run{note}"
     if slower <= 1e-4 * best.seconds:
         return "as fast, and no simpler" + note
     names = dict.fromkeys((*best.breakdown, *other.breakdown))

@@ -17,8 +17,8 @@ from gem_kernels.triton.dense.support import power_of_two
 from gem_kernels.triton.hopper import launch as attention
 
 FROM_Q = False
-"""Whether the forward pass leaves l out of memory where `few` keys allow it: 2 % faster on an H200, but of the GPU tests only the large row of
-the benchmark has run with it."""
+"""Whether the forward pass leaves l out of memory where `few` keys allow it: 2 % faster on an H200, but of the GPU tests only the
+benchmark's row has run with it."""
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa) -> tuple[Tensor, Saved]:

@@ -156,7 +156,7 @@ def test_table_by_distance(keys: bool, h: int) -> None:
 def test_codes_have_room(causal: bool, same: bool, keys: bool) -> None:
     """The units of all tiles lie apart, and in what is allocated."""
     row = replace(small(next(r for r in ROWS if r.bias is not None)), q=(700, 0.5), batch=9, causal=causal)
-    data = Data(row, "cpu")
+    data = Data(row, DEVICE)
     if not same:
         data.tensors["q_offsets"] = data.tensors["k_offsets"].clone()
     x = inputs.Inputs(plan(data.problem("gdpa")), tuple(data.tensors.values()))

@@ -57,9 +57,7 @@ def _choose(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -
 def candidates(kernel: str, only: bool) -> list[Config]:
     """For hopper.bias_forward and hopper.bias_backward: with ``only`` these kernels, else the portable ones unless a rule says that these
     were measured to be faster."""
-    found: list[Config] = [
-        {"GLUON": 1, "BLOCK_N": n, "STAGES": stages, "FETCH": fetch} for n, stages in ((64, 3), (128, 2)) for fetch in (0, 1)
-    ]
+    found: list[Config] = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 3, "FETCH": 1}]
     if kernel == "hopper.bias_backward":
         found = [{"GLUON": 1}]
     return found if only else [{"GLUON": 0}, *found]
@@ -105,12 +103,11 @@ def row_width(x: Inputs) -> int:
 
 
 def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    kinds = ((2, 2, 1, 0), (2, 2, 1, 1), (2, 2, 0, 0), (2, 2, 0, 1), (4, 1, 0, 1))
-    return [{"BLOCK_N": 64, "STAGES": stages, "HELD": held, "LATE": late, "FETCH": fetch} for stages, held, late, fetch in kinds]
+    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "LATE": late, "FETCH": 1} for late in (1, 0)]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"STAGES": stages, "HELD": held, "FETCH": fetch} for stages, held, fetch in ((2, 2, 0), (2, 2, 1), (4, 1, 1))]
+    return [{"STAGES": 2, "HELD": 2, "FETCH": 1}]
 
 
 def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Config) -> None:

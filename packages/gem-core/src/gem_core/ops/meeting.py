@@ -35,6 +35,7 @@ def kept_as_they_are() -> bool:
 
 
 def note_made(out: Tensor, made: Made) -> None:
+    """Note with ``out``, a result of `norm_gdpa` or its rows, what it was made of."""
     remember.note(out, _MADE, made)
 
 

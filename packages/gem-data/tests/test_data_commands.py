@@ -27,6 +27,7 @@ from gem_data import ParquetSource, movielens
 from gem_data.commands import register
 from gem_data.inspect import propose
 from gem_data.spec import SPEC, ParquetConfig
+from gem_data.writer import UNFINISHED
 
 DATA = Path(os.environ.get("GEM_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 
@@ -170,6 +171,21 @@ def test_a_command_that_fails_leaves_nothing_in_its_way(tmp_path):
     with pytest.raises(DataError):
         gemrec("convert", "criteo", tmp_path / "nothing", "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_command_that_fails_before_it_writes_leaves_data_complete(tmp_path):
+    """A mistyped input does not make unreadable what an earlier command wrote there."""
+    out, sizes = tmp_path / "log", ["--rows", 50, "--eval-rows", 5, "--test-rows", 5]
+    gemrec("synth", *sizes, "--out", out)
+    before = bytes_of(out)
+    with pytest.raises(DataError, match="no Criteo file"):
+        gemrec("convert", "criteo", tmp_path / "nothing", "--out", out)
+    assert bytes_of(out) == before
+    assert not (out / UNFINISHED).exists()
+    (out / UNFINISHED).write_text("gemrec data synth\n")  # it was killed in an earlier run: still not complete
+    with pytest.raises(DataError, match="no Criteo file"):
+        gemrec("convert", "criteo", tmp_path / "nothing", "--out", out)
+    assert (out / UNFINISHED).exists()
 
 
 def test_synth_refuses_an_unknown_law(tmp_path):

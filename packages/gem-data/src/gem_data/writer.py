@@ -126,7 +126,7 @@ def unfinished(out: Path) -> Iterator[None]:
 
     :raises DataError: the folder is somebody's (`check_free`), another process writes there, or it cannot be written.
     """
-    marker, was_there = out / UNFINISHED, out.is_dir()
+    marker, was_there, before = out / UNFINISHED, out.is_dir(), _data(out)
     began = marker.read_text(errors="replace").strip() if marker.is_file() else None
     if began is None:
         check_free(out)
@@ -154,13 +154,20 @@ def unfinished(out: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if not any(out.rglob("*.parquet")):
+            now = _data(out)
+            # What was complete and has not been touched, as after a mistyped path of the input, still is.
+            if not now or (began is None and now == before):
                 marker.unlink()
                 if not was_there:
                     with suppress(OSError):  # something else is there
                         out.rmdir()
             raise
         marker.unlink()
+
+
+def _data(out: Path) -> dict[Path, tuple[int, int]]:
+    """Parquet files below ``out``, each with what a file that was written anew has of its own."""
+    return {path: (found.st_ino, found.st_mtime_ns) for path in out.rglob("*.parquet") for found in [path.lstat()]}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -161,3 +161,25 @@ def test_files_that_do_not_fit_together_and_columns_that_are_there(tmp_path):
     pq.write_table(log().append_column("history_item", pa.array([1] * 400)), tmp_path / "c.parquet")
     with pytest.raises(DataError, match="a column 'history_item' already"):
         import_log([tmp_path / "c.parquet"], tmp_path / "out", user="user", time="ts", events=["item"])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("ts,user\n1,u\n", r"(?s)different columns: 'item' of .*a\.csv is not there.*b\.csv"),
+        ("ts,user,item,zip\n1,u,2,3\n", r"(?s)different columns: 'zip' of .*b\.csv is not there.*a\.csv"),
+        ("ts,user,item,user\n1,u,2,v\n", r"(?s)several columns are called 'user'.*b\.csv"),
+    ],
+)
+def test_a_column_that_a_file_lacks_does_not_become_nulls(tmp_path, other, words):
+    (tmp_path / "a.csv").write_text("user,ts,item\nu,2,5\n")
+    (tmp_path / "b.csv").write_text("ts,user,item\n1,u,3\n")
+    import_log([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "fits")
+    assert pq.read_table(tmp_path / "fits" / "log.parquet").to_pylist() == [
+        {"user": "u", "ts": 2, "item": 5},
+        {"user": "u", "ts": 1, "item": 3},
+    ]
+    (tmp_path / "b.csv").write_text(other)
+    with pytest.raises(DataError, match=words):
+        import_log([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -49,8 +49,9 @@ def import_log(
     """
     check_free(out)
     parts = [part for path in paths for part in _read(path, text)]
+    _check_columns(parts)
     try:
-        table = pa.concat_tables(parts, promote_options="permissive")
+        table = pa.concat_tables([part for _, part in parts], promote_options="permissive")
     except pa.ArrowException as error:
         fix = "write all files with the same types, or read a column of text files as text: --text COLUMN"
         raise DataError(f"the files do not fit together: {error}", where=_names(paths), fix=fix) from error
@@ -79,7 +80,25 @@ def import_log(
     return rows, int((ends - begins).sum())
 
 
-def _read(path: Path, text: Sequence[str]) -> Iterator[pa.Table]:
+def _check_columns(parts: Sequence[tuple[Path, pa.Table]]) -> None:
+    """All files have the same columns, in any order; one that a file lacks would become nulls in its rows."""
+    first, known = parts[0][0], set(parts[0][1].column_names)
+    for file, part in parts:
+        names = part.column_names
+        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+        if twice is not None:
+            raise DataError(f"several columns are called {twice!r}", where=str(file), fix="rename all but one")
+        for there, other, lacking in ((first, file, known - set(names)), (file, first, set(names) - known)):
+            if lacking:
+                raise DataError(
+                    f"the files have different columns: {min(lacking)!r} of {there} is not there",
+                    where=str(other),
+                    fix="write it in all files (in JSON lines as null, in one row at least), or import them apart",
+                )
+
+
+def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
+    """Each file with its rows."""
     if path.is_dir():
         inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _form(p) is not None]
         if not inside:
@@ -90,16 +109,17 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[pa.Table]:
     form = _form(path)
     try:
         if form == ".parquet":
-            yield pq.read_table(path, partitioning=None)
+            yield path, pq.read_table(path, partitioning=None)
         elif form in _JSON:
-            yield json.read_json(path, read_options=json.ReadOptions(block_size=_BLOCK))
+            yield path, json.read_json(path, read_options=json.ReadOptions(block_size=_BLOCK))
         elif form is not None:
-            yield csv.read_csv(
+            table = csv.read_csv(
                 path,
                 read_options=csv.ReadOptions(block_size=_BLOCK),
                 parse_options=csv.ParseOptions(delimiter=_DELIMITERS[form]),
                 convert_options=csv.ConvertOptions(column_types=dict.fromkeys(text, pa.string()), strings_can_be_null=True),
             )
+            yield path, table
         else:
             raise DataError("this is no log that can be read", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
     except (pa.ArrowException, OSError) as error:

@@ -164,6 +164,18 @@ def test_a_file_system_without_links(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_emptying_a_folder_leaves_what_others_who_wait_have_made(tmp_path):
+    """Their files are there for a moment only: to remove them would fail here, or there."""
+    config, folder = config_from_dict({"run": {"device": "cpu"}}), RunFolder(tmp_path / "run")
+    folder.create(config, resume=False)
+    waiting = folder.path / f"{NAME}-{'0' * 32}"
+    for path in (waiting, folder.metrics):
+        path.touch()
+    folder.create(config, resume=False)
+    folder.release()
+    assert {path.name for path in folder.path.iterdir()} == {waiting.name, folder.config.name}
+
+
 def test_a_training_and_its_resumption(tmp_path):
     config = {
         "run": {"device": "cpu", "threads": 1},

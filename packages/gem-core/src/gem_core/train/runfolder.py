@@ -113,7 +113,8 @@ class RunFolder:
         if not resume:
             # the header last: it is what tells that the rest is a run's
             for path in sorted(self.path.iterdir(), key=lambda p: p == self.header):
-                if path not in (self.config, self.lock.file):
+                # The lock's own, and what others who wait for it make for a moment, is theirs.
+                if path != self.config and not path.name.startswith(self.lock.file.name):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if not (resume and self.config.is_file()):
             self.write_config(config)

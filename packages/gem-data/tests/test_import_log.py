@@ -130,6 +130,7 @@ def test_a_csv_becomes_a_configuration_that_trains_on_it(tmp_path, capsys, monke
         ({"time": None}, "histories need --time too"),
         ({"user": None, "time": None, "events": (), "where": "clicked == 1"}, "histories need --user, --time, --event too"),
         ({"where": "bought == 1"}, "there is no column 'bought'"),
+        ({"text": ["zipp"]}, "there is no column 'zipp'"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path, options, words):
@@ -183,3 +184,15 @@ def test_a_column_that_a_file_lacks_does_not_become_nulls(tmp_path, other, words
     with pytest.raises(DataError, match=words):
         import_log([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_folders_are_columns(tmp_path):
+    for day, own in ((9, False), (10, True)):
+        folder = tmp_path / "logs" / f"the%20day={day}" / "hour=a"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"row": [day], "hour": ["own"]} if own else {"row": [day]}), folder / "a.parquet")
+    import_log([tmp_path / "logs"], tmp_path / "out")
+    assert pq.read_table(tmp_path / "out" / "log.parquet").to_pylist() == [
+        {"row": 10, "hour": "own", "the day": 10},
+        {"row": 9, "the day": 9, "hour": "a"},
+    ]

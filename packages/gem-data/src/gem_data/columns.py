@@ -131,7 +131,7 @@ def check_alike(files: Sequence[DataFile], names: Iterable[str], carried: Iterab
                     )
 
 
-def _folder_value(text: str) -> pa.Scalar:
+def folder_value(text: str) -> pa.Scalar:
     """What a folder ``key=value`` says: nothing, a number where 64 bits hold it, or text."""
     if text == _NO_VALUE:
         return pa.scalar(None)
@@ -157,7 +157,7 @@ class Chunk:
         """The column as one plain array ``[n]`` of whatever type."""
         place = locate(self.file, name)
         if place.constant is not None:
-            return pa.repeat(_folder_value(place.constant), self.size)
+            return pa.repeat(folder_value(place.constant), self.size)
         array = plain(self.table[place.top])
         return plain(pc.struct_field(array, place.child)) if place.child is not None and pa.types.is_struct(array.type) else array
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from gem_core.errors import DataError
 from gem_data.arrow import Ints
+from gem_data.columns import folder_value
 from gem_data.filters import Filter
 from gem_data.lines import ROW_GROUP
 from gem_data.writer import check_free, write_parquet
@@ -41,7 +43,8 @@ def import_log(
 ) -> tuple[int, int]:
     """Write ``out/log.parquet``, rows in the order of ``time`` where it is given; returns (rows, events in all histories).
 
-    :param paths: CSV, TSV (both also as .gz), JSON lines or Parquet files, or folders of them; all have the same columns.
+    :param paths: CSV, TSV (both also as .gz), JSON lines or Parquet files, or folders of them, in which folders ``key=value`` are columns
+        too; all have the same columns.
     :param events: columns of an event; ``history_NAME`` lists their values, ``history_TIME`` the times.
     :param where: row filter: which rows become events of later histories (all).
     :param text: columns of text files that are text, whatever they look like (zip codes).
@@ -50,6 +53,9 @@ def import_log(
     check_free(out)
     parts = [part for path in paths for part in _read(path, text)]
     _check_columns(parts)
+    unknown = [name for name in text if name not in parts[0][1].column_names]
+    if unknown:
+        raise _missing(unknown[0], parts[0][1], paths)
     try:
         table = pa.concat_tables([part for _, part in parts], promote_options="permissive")
     except pa.ArrowException as error:
@@ -104,7 +110,8 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
         if not inside:
             raise DataError("the folder holds no log", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
         for file in inside:
-            yield from _read(file, text)
+            for _, table in _read(file, text):
+                yield file, _with_folders(table, file.relative_to(path).parts[:-1])
         return
     form = _form(path)
     try:
@@ -127,6 +134,15 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
         raise DataError(f"the file cannot be read: {error}", where=str(path), fix=fix) from error
 
 
+def _with_folders(table: pa.Table, folders: Sequence[str]) -> pa.Table:
+    """The table, and what folders ``key=value`` say of its rows."""
+    for folder in folders:
+        key, equals, value = (unquote(part) for part in folder.partition("="))
+        if equals and key not in table.column_names:
+            table = table.append_column(key, pa.repeat(folder_value(value), table.num_rows))
+    return table
+
+
 def _form(path: Path) -> str | None:
     suffixes = [s.lower() for s in path.suffixes]
     last = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
@@ -139,8 +155,12 @@ def _column(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:
     :raises DataError: it is not there.
     """
     if name not in table.column_names:
-        raise DataError(f"there is no column {name!r}", where=_names(paths), fix=f"the log has {', '.join(table.column_names)}")
+        raise _missing(name, table, paths)
     return pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
+
+
+def _missing(name: str, table: pa.Table, paths: Sequence[Path]) -> DataError:
+    return DataError(f"there is no column {name!r}", where=_names(paths), fix=f"the log has {', '.join(table.column_names)}")
 
 
 def _complete(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:

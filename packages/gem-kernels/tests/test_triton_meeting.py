@@ -58,9 +58,16 @@ def test_both_passes_in_one(slack: int, heads: int, d: int, monkeypatch: pytest.
     met: list[Tensor] = []
     meet = norm_gdpa.meet
     monkeypatch.setattr(norm_gdpa, "meet", lambda *args: met.append(meet(*args)) or met[-1])
+    ran: list[str] = []
+    launch = norm_gdpa.launch
+    monkeypatch.setattr(
+        norm_gdpa, "launch", lambda kernel, *args, **sizes: ran.append(kernel.fn.__name__) or launch(kernel, *args, **sizes)
+    )
     given = _inputs(slack, heads, d)
     loss, found = _step(given, "rms")
     assert len(met) == 1
+    assert "norm_gdpa_bwd_met_kernel" in ran
+    assert "norm_gdpa_bwd_do_kernel" not in ran
     taken = meeting.left_gradients(met[0])
     assert taken is not None
     assert not taken[0][sum(LENGTHS) :].any()
@@ -68,6 +75,7 @@ def test_both_passes_in_one(slack: int, heads: int, d: int, monkeypatch: pytest.
         apart.setattr(meeting, "made_of", lambda _: None)
         other, expected = _step(given, "rms")
     assert len(met) == 1
+    assert "norm_gdpa_bwd_do_kernel" in ran
     assert torch.equal(loss, other)
     for one, two in zip(found, expected):
         torch.testing.assert_close(one, two, **CLOSE)

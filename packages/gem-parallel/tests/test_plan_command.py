@@ -17,7 +17,7 @@ from gem_core.plugins import manager
 from gem_parallel.plan.candidates import Dense, Sparse
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.command import configuration, workload_of
-from gem_parallel.plan.measured import compare, load_measurements
+from gem_parallel.plan.measured import compare, load_measurements, local_rates
 from gem_parallel.plan.settings import from_parallel, to_parallel
 from gem_parallel.plan.workload import Table
 
@@ -151,8 +151,11 @@ modules = ["layers.0"]
 """
 
 
-def test_options_of_the_user_are_counted_and_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_the_user_are_counted_and_written(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is written is what was planned: its own prediction is the plan's, and nothing that was set gets lost."""
+    monkeypatch.setattr("gem_parallel.plan.report._size", lambda size: f"{size:.0f} B")
     file, out, again = tmp_path / "own.toml", tmp_path / "plan.json", tmp_path / "again.json"
     file.write_text(config.read_text() + GIVEN)
     base = ["--cluster", H200, "--world", "4", "--lengths", 'law="lognormal", mean=20, max=64']
@@ -174,9 +177,12 @@ def test_options_of_the_user_are_counted_and_written(config: Path, tmp_path: Pat
     assert both[0]["plan"]["step_s"] == pytest.approx(both[1]["plan"]["step_s"])
     assert both[0]["plan"]["memory_bytes"] == pytest.approx(both[1]["plan"]["memory_bytes"])
     plainly = tmp_path / "plain.json"
+    capsys.readouterr()
     assert main(["plan", str(config), *base, "--sparse", "gem-2d", "--json", str(plainly)]) == 0
     without = json.loads(plainly.read_text())["plan"]
     assert sum(both[0]["plan"]["ranks"]["table_bytes"].values()) < 0.6 * sum(without["ranks"]["table_bytes"].values())
+    sizes = [float(re.search(r"tables (\d+) B by", t)[1]) for t in (text, " ".join(capsys.readouterr().out.split()))]
+    assert sizes[0] < 0.6 * sizes[1]
 
 
 def test_rows_of_one_gpu_are_planned_in_the_type_they_have(config: Path, tmp_path: Path) -> None:
@@ -270,6 +276,20 @@ def test_local_rates_replace_those_of_the_file(config: Path, tmp_path: Path, cap
     code, text = planned(parts, work.batch, "NVIDIA B200")
     assert code == 2
     assert "measured on 'NVIDIA B200'" in text
+
+
+def test_local_rates_hold_at_the_width_that_they_were_measured_at(config: Path, tmp_path: Path) -> None:
+    """Also of a part that the file holds to be slow there."""
+    file, local = tmp_path / "cluster.toml", tmp_path / "local-tiny.json"
+    file.write_text(Path(B200).read_text() + "[gpu.width]\nreference = 512\nat = [32, 512]\n[gpu.width.speed]\nheads = [0.5, 1.0]\n")
+    work, place = workload_of(configuration(str(config), []), "my", None, 4096), load_cluster(file)
+    there, back = work.part_flops()["heads"]
+    rate = 0.8 * place.flops(work.recipe) / 1e12
+    part = {"part": "heads", "forward_ms": there, "total_ms": there + back, "tflops": rate}
+    local.write_text(json.dumps({"device": "NVIDIA B200", "samples": work.batch, "parts": [part]}))
+    found, _ = local_rates(local, work, place)
+    for backward in (False, True):
+        assert found.local_mfu("heads", work.width, backward=backward) == pytest.approx(0.8)
 
 
 def test_what_could_be_saved_is_said(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

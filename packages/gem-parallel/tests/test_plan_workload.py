@@ -244,6 +244,7 @@ def test_rates_follow_the_width_of_the_model(tmp_path: Path) -> None:
     for old, new, message in (
         ("at = [16, 32, 128]", "at = [32, 16, 128]", "ascending"),
         ("[0.5, 1.0, 3.0]", "[1.0]", "each of the 3 widths"),
+        ("at = [16, 32, 128]\n[gpu.width.speed]\nheads = [0.5, 1.0, 3.0]", "[gpu.width.speed]\nheads = []", "each of the 0 widths"),
     ):
         file.write_text(text + CURVE.replace(old, new))
         with pytest.raises(ConfigError, match=message):

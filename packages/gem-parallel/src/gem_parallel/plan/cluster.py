@@ -63,7 +63,7 @@ class Width(FrozenConfig):
         if list(self.at) != sorted(set(self.at)) or any(width <= 0 for width in self.at):
             raise ValueError("at needs ascending widths above 0")
         for part, speeds in self.speed.items():
-            if len(speeds) != len(self.at) or any(speed <= 0 for speed in speeds):
+            if not speeds or len(speeds) != len(self.at) or any(speed <= 0 for speed in speeds):
                 raise ValueError(f"speed.{part} needs a number above 0 for each of the {len(self.at)} widths in at")
         return self
 

@@ -125,8 +125,8 @@ def local_rates(path: Path, workload: Workload, cluster: Cluster) -> tuple[Clust
         if there and back and whole > ahead > 0:
             # as the file's rates are: at the reference width
             share = cluster.local_mfu(part, workload.width) / mfu.of(part)
-            forward[part] = min(1.0, rate * whole * there / (there + back) / ahead / peak / share)
-            backward[part] = min(1.0, rate * whole * back / (there + back) / (whole - ahead) / peak / share)
+            forward[part] = min(1.0, rate * whole * there / (there + back) / ahead / peak) / share
+            backward[part] = min(1.0, rate * whole * back / (there + back) / (whole - ahead) / peak) / share
             did[part] = rate * whole / samples / ((there + back) / workload.batch)
     rates = mfu.model_copy(update={"forward": forward, "backward": backward})
     other = [part for part, ratio in did.items() if ratio and not 0.67 < ratio < 1.5]

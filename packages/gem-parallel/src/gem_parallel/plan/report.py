@@ -71,7 +71,7 @@ def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> Rendera
         f"{w.batch:,} samples a GPU",
         f"dense {w.parameters:,} parameters by {dense.strategy}"
         + ("" if dense.spread == 1 else ", layers freed after forward" if dense.reshard else ", layers kept gathered"),
-        f"tables {_size(w.table_bytes)} by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
+        f"tables {_size(sum(t.bytes for t in sparse.tables(w)))} by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
         f"step {chosen.seconds * 1e3:,.1f} ms ({simulation.seconds * 1e3:,.1f} ms simulated over all ranks, whose slowest computes "
         f"{simulation.imbalance:.2f} x the mean), {samples:,.0f} samples/s",
         f"recomputed in backward: {_modules(space, chosen)}",

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from gem_core.model.contract import TableSet
 from gem_parallel.sparse.rowwise import rounded
 
+AT_A_TIME = 1 << 25
+"""Values that are rounded at a time: noise and what is made of it take a few times their memory, and a table may be most of a device."""
+
 
 @torch.no_grad()
 def drawn(tables: TableSet, device: torch.device, dtype_of: Callable[[str], torch.dtype]) -> Iterator[tuple[str, Tensor]]:
@@ -23,4 +26,13 @@ def drawn(tables: TableSet, device: torch.device, dtype_of: Callable[[str], torc
         nn.init.normal_(whole, std=table.init_std)
         generator = torch.Generator(device)
         generator.manual_seed(number)
-        yield table.name, rounded(whole, dtype_of(table.name), generator)
+        yield table.name, _stored(whole, dtype_of(table.name), generator)
+
+
+def _stored(whole: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype == torch.float32:
+        return whole
+    found, rows = torch.empty_like(whole, dtype=dtype), max(1, AT_A_TIME // whole.shape[1])
+    for to, part in zip(found.split(rows), whole.split(rows)):
+        to.copy_(rounded(part, dtype, generator))
+    return found

@@ -150,6 +150,18 @@ def test_a_holder_whose_file_is_taken_says_so_and_leaves_it(tmp_path, caplog):
     assert file.is_file()
 
 
+def test_a_file_system_that_is_gone_does_not_fail_a_run_that_has_ended(tmp_path, monkeypatch):
+    lock = RunLock(tmp_path)
+    lock.hold()
+
+    def seen(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunLock, "_seen", seen)
+    lock.release()
+    assert not lock.held
+
+
 def test_a_file_system_without_links(tmp_path, monkeypatch):
     def link(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -80,9 +80,10 @@ class RunLock:
             self._folder = None
         if self._mine is not None:
             self._ended.set()
-            if self._read() == self._mine:
-                self.file.unlink(missing_ok=True)
-            self._mine = None
+            mine, self._mine = self._mine, None
+            with suppress(OSError):  # a server that is gone ends no run that has ended: the file is silent from now on
+                if self._read() == mine:
+                    self.file.unlink(missing_ok=True)
 
     def _taken(self, owner: str = "") -> CheckpointError:
         by = f" ({owner.rpartition(' ')[0]})" if owner else ""

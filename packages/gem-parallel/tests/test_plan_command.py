@@ -221,6 +221,22 @@ def test_a_ladder_ran_with_its_settings_over_the_configuration(config: Path, tmp
         assert "--set precision.recipe=bf16" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.skipif("bf16" not in {spec.name for spec in manager().offers("recipe")}, reason="no bf16 recipe")
+def test_given_gathers_parameters_as_they_are_configured(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    base = ["plan", str(config), "--cluster", H200, "--world", "2", "--given", "--json", str(out)]
+    for key in ("precision.recipe=bf16", "parallel.dense=fsdp", "parallel.sparse=gem-2d", "parallel.model=2"):
+        base += ["--set", key]
+    found = []
+    for kind in ("fp32", "bf16"):
+        assert main([*base, "--set", f"parallel.fsdp.param_dtype={kind}"]) == 0
+        planned = json.loads(out.read_text())
+        assert planned["parallel"]["fsdp"]["param_dtype"] == kind
+        found.append(planned["plan"]["memory_bytes"])
+    assert found[0]["gathered copies"] > found[1]["gathered copies"]
+    assert found[0]["activations"] > found[1]["activations"]
+
+
 def test_given_and_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["plan", str(config), "--cluster", H200, "--world", "4", "--lengths", 'law="lognormal", mean=20, max=64']
     out = tmp_path / "plan.json"

@@ -184,6 +184,8 @@ def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def given(config: Config, workload: Workload, cluster: Cluster, world: int) -> tuple[Space, Estimate]:
     """The estimate of a configuration's own ``[parallel]`` section; where it leaves the cut of tables open, the fastest one's."""
     resolved = resolve(config)
+    if getattr(resolved.dense, "param_dtype", None) == "fp32":
+        workload = replace(workload, cast_parameters=False)
     dense, choices = from_parallel(config, resolved.dense, resolved.sparse, workload, world)
     space = Space.build(workload, cluster, world)
     return space, min((space.estimate(dense, sparse) for sparse in choices), key=lambda e: e.seconds)

@@ -126,9 +126,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Workload:
-    """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a gathered parameter (2 under bf16).
-    ``captured``: the step is one graph, which the host launches at once. ``dealt``: batches to which a rank's samples are dealt by length;
-    1: as they come. ``width``: of the model's events, which rates depend on; 0: it has none."""
+    """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a value that layers compute in (2 under
+    bf16). ``cast_parameters``: FSDP gathers the layers' parameters in that type, else in fp32. ``captured``: the step is one graph, which
+    the host launches at once. ``dealt``: batches to which a rank's samples are dealt by length; 1: as they come. ``width``: of the model's
+    events, which rates depend on; 0: it has none."""
 
     name: str
     recipe: str
@@ -146,6 +147,11 @@ class Workload:
     def launches(self) -> float:
         """Operations of a step that is not captured; those of tables and optimizer left out."""
         return sum(u.launches for u in self.units)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of a gathered parameter of a layer."""
+        return self.compute_bytes if self.cast_parameters else 4
 
     @property
     def parameters(self) -> int:

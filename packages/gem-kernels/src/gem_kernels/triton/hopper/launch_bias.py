@@ -190,9 +190,7 @@ def coded(x: Inputs, tiles: TileList, keys: bool = False) -> tuple[Tensor, Tenso
 
     t = x.tables
     entries = table(x, tiles, keys)
-    # what a tile of 128 columns reads beyond its own units must be a code, where that is a place in memory
-    made = torch.empty if x.edges < _LANES else torch.zeros
-    codes = made(room(x, keys)[2], _UNIT, dtype=torch.int8, device=x.device)
+    codes = torch.empty(room(x, keys)[2], _UNIT, dtype=torch.int8, device=x.device)
     sides = (t.k_times, t.q_times, x.k_times, x.q_times) if keys else (t.q_times, t.k_times, x.q_times, x.k_times)
     launch(
         bias_codes_kernel, (tiles.bound, 2), x.device,

@@ -30,7 +30,7 @@ def refused(monkeypatch):
         raise OSError(errno.EBADF, "Bad file descriptor")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for name, value in (("PATIENCE_S", 0.5), ("BEAT_S", 0.05), ("STALE_S", 60.0)):
+    for name, value in (("PATIENCE_S", 0.5), ("BEAT_S", 0.05), ("STALE_S", 60.0), ("SETTLE_S", 0.3)):
         monkeypatch.setattr(runlock, name, value)
 
 
@@ -138,6 +138,26 @@ def test_of_many_that_take_over_one_has_it(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def test_one_who_read_the_silent_owner_before_leaves_the_next_one_alone(tmp_path):
+    owner = another(tmp_path, age=3600.0).read_text()
+    late, lock = RunLock(tmp_path), RunLock(tmp_path)
+    lock.hold()
+    late._take_over(owner)
+    assert (tmp_path / NAME).read_text() == lock._mine
+    lock.release()
+
+
+def test_a_turn_that_nobody_ended_ends_by_itself(tmp_path):
+    another(tmp_path, age=3600.0)
+    turn = tmp_path / f"{NAME}-turn"
+    turn.touch()
+    os.utime(turn, (time.time() - 3600.0,) * 2)
+    lock = RunLock(tmp_path)
+    lock.hold()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_holder_whose_file_is_taken_says_so_and_leaves_it(tmp_path, caplog):
     lock = RunLock(tmp_path)
     lock.hold()
@@ -148,6 +168,22 @@ def test_a_holder_whose_file_is_taken_says_so_and_leaves_it(tmp_path, caplog):
         time.sleep(0.02)
     lock.release()
     assert file.is_file()
+
+
+def test_a_holder_whose_file_is_removed_puts_it_back(tmp_path, caplog):
+    """Else the next one to come would train beside it."""
+    lock = RunLock(tmp_path)
+    lock.hold()
+    (tmp_path / NAME).unlink()
+    end = time.monotonic() + 10
+    while not (tmp_path / NAME).exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with pytest.raises(CheckpointError, match="another process trains"):
+        RunLock(tmp_path).hold()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    assert "taken the lock" not in caplog.text
 
 
 def test_a_file_system_that_is_gone_does_not_fail_a_run_that_has_ended(tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ PATIENCE_S = 15.0
 """Seconds in which a process that was just killed, and the loaders that it leaves behind, may still let go of the run folder."""
 BEAT_S, STALE_S = 10.0, 120.0
 """How often a lock file is renewed, and after how long without that it counts for nothing."""
+SETTLE_S = 1.0
+"""How long one who takes a lock file over waits for others who do: far longer than they need from looking at it to replacing it."""
 NAME = ".tmp-lock"
 
 _log = logging.getLogger(__name__)
@@ -101,7 +103,8 @@ class RunLock:
                 continue
             owner, changed = seen
             if self._is_gone(owner, changed):
-                self._take_over(owner)
+                if self._take_over(owner, mine):
+                    break
                 continue
             first = first or seen
             # One that has shown a sign of life meanwhile is waited for as long as a system's lock, a silent one until it is stale.
@@ -135,7 +138,27 @@ class RunLock:
         return True
 
     def _take_over(self, owner: str) -> None:
-        """Remove the lock file of ``owner``, and of nobody else who may have come meanwhile."""
+        """Remove the lock file of ``owner``, and of nobody else who may have come meanwhile.
+
+        One at a time does so: who read a silent owner before another took over would else remove the lock file of that one, which he
+        can put back only where a third has not made his own.
+        """
+        turn = self.folder / f"{NAME}-turn"
+        try:
+            os.close(os.open(turn, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                if self._silent(turn.stat().st_mtime):
+                    turn.unlink()
+            time.sleep(0.05)
+            return
+        try:
+            if self._read() == owner:
+                self._remove(owner)
+        finally:
+            turn.unlink(missing_ok=True)
+
+    def _remove(self, owner: str) -> None:
         aside = self.folder / f"{NAME}-{uuid.uuid4().hex}"
         try:
             self.file.rename(aside)
@@ -144,7 +167,7 @@ class RunLock:
         found = aside.read_text()
         if found == owner:
             _log.warning("%s was locked by %s, of which there is no sign of life: taken over", self.folder, owner.rpartition(" ")[0])
-        else:
+        else:  # the owner let go after all, and another came
             self._place(aside, found)
         aside.unlink(missing_ok=True)
 
@@ -158,9 +181,13 @@ class RunLock:
                 return True
             except OSError:
                 pass
+        return self._silent(changed)
+
+    def _silent(self, changed: float) -> bool:
+        """Whether a file changed at ``changed`` has not been renewed for too long, by the clock that wrote that time."""
         own = self.folder / f"{NAME}-{uuid.uuid4().hex}"
         own.touch()
-        now = own.stat().st_mtime  # of the clock that wrote ``changed``
+        now = own.stat().st_mtime
         own.unlink()
         return now - changed > STALE_S
 
@@ -178,7 +205,13 @@ class RunLock:
     def _beat(self, mine: str, ended: threading.Event) -> None:
         while not ended.wait(BEAT_S):
             try:
-                if self._read() != mine and not ended.is_set():
+                # Where it is not there, somebody has removed it by hand: it is put back, unless another training has come already.
+                found = self._read() or (mine if not ended.is_set() and self._make(mine) else self._read())
+                if ended.is_set():
+                    if found == mine == self._read():
+                        self.file.unlink(missing_ok=True)
+                    return
+                if found != mine:
                     _log.error("%s: another process has taken the lock of this training, and both write here now", self.folder)
                     return
                 os.utime(self.file)

@@ -30,7 +30,7 @@ def refused(monkeypatch):
         raise OSError(errno.EBADF, "Bad file descriptor")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for name, value in (("PATIENCE_S", 0.5), ("BEAT_S", 0.05), ("STALE_S", 60.0), ("SETTLE_S", 0.3)):
+    for name, value in (("PATIENCE_S", 0.5), ("BEAT_S", 0.05), ("STALE_S", 60.0)):
         monkeypatch.setattr(runlock, name, value)
 
 

@@ -23,8 +23,6 @@ PATIENCE_S = 15.0
 """Seconds in which a process that was just killed, and the loaders that it leaves behind, may still let go of the run folder."""
 BEAT_S, STALE_S = 10.0, 120.0
 """How often a lock file is renewed, and after how long without that it counts for nothing."""
-SETTLE_S = 1.0
-"""How long one who takes a lock file over waits for others who do: far longer than they need from looking at it to replacing it."""
 NAME = ".tmp-lock"
 
 _log = logging.getLogger(__name__)
@@ -103,8 +101,7 @@ class RunLock:
                 continue
             owner, changed = seen
             if self._is_gone(owner, changed):
-                if self._take_over(owner, mine):
-                    break
+                self._take_over(owner)
                 continue
             first = first or seen
             # One that has shown a sign of life meanwhile is waited for as long as a system's lock, a silent one until it is stale.

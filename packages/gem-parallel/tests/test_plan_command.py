@@ -17,7 +17,7 @@ from gem_core.plugins import manager
 from gem_parallel.plan.candidates import Dense, Sparse
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.command import configuration, workload_of
-from gem_parallel.plan.measured import compare, load_measurements, local_rates
+from gem_parallel.plan.measured import compare, given, load_measurements, local_rates
 from gem_parallel.plan.settings import from_parallel, to_parallel
 from gem_parallel.plan.workload import Table
 
@@ -235,6 +235,15 @@ def test_given_gathers_parameters_as_they_are_configured(config: Path, tmp_path:
         found.append(planned["plan"]["memory_bytes"])
     assert found[0]["gathered copies"] > found[1]["gathered copies"]
     assert found[0]["activations"] > found[1]["activations"]
+
+
+def test_a_given_plan_is_compared_with_others_of_its_types(config: Path) -> None:
+    keys = ["parallel.sparse=gem-2d", "parallel.model=4", "parallel.gem-2d.dtype=fp16", "parallel.gem-2d.output=bf16"]
+    loaded = configuration(str(config), keys)
+    work = workload_of(loaded, "my", None, 4096)
+    space, chosen = given(loaded, work, load_cluster(H200), 4)
+    others = {(s.element, s.stored) for s in space.sparse if s.strategy == "gem-2d"}
+    assert others == {(chosen.sparse.element, chosen.sparse.stored)} == {(2, (2,) * len(work.tables))}
 
 
 def test_given_and_measured(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from gem_core.config.load import plain
 from gem_core.errors import ConfigError
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.search import Estimate, Space
-from gem_parallel.plan.settings import from_parallel
+from gem_parallel.plan.settings import from_parallel, widths
 from gem_parallel.plan.workload import Workload, dealt
 
 
@@ -187,7 +187,7 @@ def given(config: Config, workload: Workload, cluster: Cluster, world: int) -> t
     if getattr(resolved.dense, "param_dtype", None) == "fp32":
         workload = replace(workload, cast_parameters=False)
     dense, choices = from_parallel(config, resolved.dense, resolved.sparse, workload, world)
-    space = Space.build(workload, cluster, world)
+    space = Space.build(workload, cluster, world, widths=widths(config, workload))
     return space, min((space.estimate(dense, sparse) for sparse in choices), key=lambda e: e.seconds)
 
 

@@ -25,6 +25,7 @@ from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource
 from gem_core.testing.sources import ids_of
 from gem_data import ParquetSource, movielens
 from gem_data.commands import register
+from gem_data.files import find_files
 from gem_data.inspect import propose
 from gem_data.spec import SPEC, ParquetConfig
 from gem_data.writer import UNFINISHED
@@ -171,6 +172,15 @@ def test_a_command_that_fails_leaves_nothing_in_its_way(tmp_path):
     with pytest.raises(DataError):
         gemrec("convert", "criteo", tmp_path / "nothing", "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_partitions_of_a_folder_that_is_not_complete_are_not_read(tmp_path):
+    gemrec("synth", "--rows", 60, "--partitions", 3, "--out", tmp_path)
+    assert len(find_files(f"{tmp_path}/")) == 3
+    (tmp_path / UNFINISHED).write_text("gemrec data synth\n")
+    for path in (tmp_path, f"{tmp_path}/"):
+        with pytest.raises(DataError, match="not complete"):
+            find_files(path)
 
 
 def test_a_command_that_fails_before_it_writes_leaves_data_complete(tmp_path):

@@ -73,7 +73,7 @@ def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[Da
         shown = ", ".join(again[:3]) + (", ..." if len(again) > 3 else "")
         _log.warning("%d paths lead to files that are read already; each is read once: %s", len(again), shown)
     for folder in sorted(
-        {os.path.dirname(path) for filesystem, path, _ in unique.values() if isinstance(filesystem, pafs.LocalFileSystem)}
+        {f for system, path, base in unique.values() if isinstance(system, pafs.LocalFileSystem) for f in _above(path, base)}
     ):
         with suppress(OSError), open(os.path.join(folder, UNFINISHED)) as file:
             command = file.read().strip()
@@ -81,6 +81,14 @@ def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[Da
             raise DataError(what, where=folder, fix=f"run it again, or wait for it: {command}")
     with ThreadPoolExecutor(min(8, len(unique))) as pool:
         return list(pool.map(lambda f: _footer(*f), unique.values()))
+
+
+def _above(path: str, base: str) -> list[str]:
+    """The folder of a file, and those above it up to the one that was named."""
+    folders = [os.path.dirname(path)]
+    while base and len(folders[-1]) > len(base):
+        folders.append(os.path.dirname(folders[-1]))
+    return folders
 
 
 def _expand(path: Path, root: str | None) -> list[tuple[pafs.FileSystem, str, str]]:

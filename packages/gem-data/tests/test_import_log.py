@@ -196,3 +196,16 @@ def test_folders_are_columns(tmp_path):
         {"row": 10, "hour": "own", "the day": 10},
         {"row": 9, "the day": 9, "hour": "a"},
     ]
+
+
+def test_text_in_json_that_looks_like_times_stays_text(tmp_path):
+    """As the message about files that do not fit together says."""
+    (tmp_path / "a.jsonl").write_text('{"batch": "2025-10-09", "n": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"batch": "late", "n": 2}\n')
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    with pytest.raises(DataError, match=r"(?s)do not fit together.*--text COLUMN"):
+        import_log(files, tmp_path / "out")
+    import_log(files, tmp_path / "out", text=["batch"])
+    assert pq.read_table(tmp_path / "out" / "log.parquet").to_pylist() == [{"batch": "2025-10-09", "n": 1}, {"batch": "late", "n": 2}]
+    with pytest.raises(DataError, match="cannot be read"):
+        import_log(files, tmp_path / "other", text=["n"])

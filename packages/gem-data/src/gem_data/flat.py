@@ -118,7 +118,7 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
         if form == ".parquet":
             yield path, pq.read_table(path, partitioning=None)
         elif form in _JSON:
-            yield path, json.read_json(path, read_options=json.ReadOptions(block_size=_BLOCK))
+            yield path, _read_json(path, text)
         elif form is not None:
             table = csv.read_csv(
                 path,
@@ -132,6 +132,17 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
     except (pa.ArrowException, OSError) as error:
         fix = "mend the file; a column of numbers that holds other text too is read as text by --text COLUMN"
         raise DataError(f"the file cannot be read: {error}", where=str(path), fix=fix) from error
+
+
+def _read_json(path: Path, text: Sequence[str]) -> pa.Table:
+    """Columns of ``text`` stay what is written: others become times where all their values look like some."""
+    how = json.ReadOptions(block_size=_BLOCK)
+    table = json.read_json(path, read_options=how)
+    kept = [name for name in text if name in table.column_names and table.schema.field(name).type != pa.string()]
+    if not kept:
+        return table
+    schema = pa.schema([(name, pa.string()) for name in kept])
+    return json.read_json(path, read_options=how, parse_options=json.ParseOptions(explicit_schema=schema)).select(table.column_names)
 
 
 def _with_folders(table: pa.Table, folders: Sequence[str]) -> pa.Table:

@@ -158,10 +158,6 @@ class Workload:
         return sum(u.total_parameters for u in self.units)
 
     @property
-    def table_bytes(self) -> int:
-        return sum(t.bytes for t in self.tables)
-
-    @property
     def experts(self) -> int:
         """Experts that can be spread evenly: the greatest common divisor of the units' counts, 1 without any."""
         counts = [u.experts.count for u in self.units if u.experts]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import sys
 from functools import partial
@@ -47,6 +48,17 @@ def _on_hopper(problem: Problem) -> Supported:
     if problem.device != "cuda" or problem.arch is None or problem.arch // 10 != 9:
         return no(f"written for CUDA devices of sm_90; this is {problem.device} {problem.arch or ''}".rstrip())
     return YES
+
+
+def _portable(problem: Problem, module: str) -> Supported:
+    """On Hopper, whatever the portable kernels of ``gem_kernels.triton.<module>`` can do."""
+    answer = _on_hopper(problem)
+    return importlib.import_module(f"gem_kernels.triton.{module}").supports(problem) if answer else answer
+
+
+def _late(module: str, function: str, *args: Any, **options: Any) -> Any:
+    """Call ``function`` of ``gem_kernels.triton.<module>``, with which triton is imported."""
+    return getattr(importlib.import_module(f"gem_kernels.triton.{module}"), function)(*args, **options)
 
 
 def supports(problem: Problem, only: bool = False) -> Supported:
@@ -113,12 +125,7 @@ def backward(
 
 def norm_linear_supports(problem: Problem) -> Supported:
     """RMSNorm in half precision, a reduction in whole steps of 64."""
-    answer = _on_hopper(problem)
-    if not answer:
-        return answer
-    from gem_kernels.triton.dense import norm_linear
-
-    answer = norm_linear.supports(problem)
+    answer = _portable(problem, "dense.norm_linear")
     if not answer:
         return answer
     if problem.dtype("x") == torch.float32 or problem.option("kind") != "rms" or "residual" in problem.present:
@@ -128,26 +135,9 @@ def norm_linear_supports(problem: Problem) -> Supported:
     return _dialect()
 
 
-def _norm_linear_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.hopper.norm_linear import forward as run
-
-    return run(problem, *tensors)
-
-
-def _norm_linear_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.hopper.norm_linear import backward as run
-
-    return run(problem, saved, dout, needs)
-
-
 def linear_norm_supports(problem: Problem) -> Supported:
     """Half precision, result rows of up to 512 columns, which a program holds whole."""
-    answer = _on_hopper(problem)
-    if not answer:
-        return answer
-    from gem_kernels.triton.dense import linear_norm
-
-    answer = linear_norm.supports(problem)
+    answer = _portable(problem, "dense.linear_norm")
     if not answer:
         return answer
     if problem.dtype("x") == torch.float32:
@@ -157,26 +147,9 @@ def linear_norm_supports(problem: Problem) -> Supported:
     return _dialect()
 
 
-def _linear_norm_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.hopper.linear_norm import forward as run
-
-    return run(problem, *tensors)
-
-
-def _linear_norm_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.dense.linear_norm import backward as run
-
-    return run(problem, saved, dout, needs)
-
-
 def block_supports(problem: Problem) -> Supported:
     """Rotary positions, blocks of 64 rows, heads of 128 columns and as many of keys, in half precision."""
-    answer = _on_hopper(problem)
-    if not answer:
-        return answer
-    from gem_kernels.triton.block import spec as block
-
-    answer = block.supports(problem)
+    answer = _portable(problem, "block.spec")
     if not answer:
         return answer
     if problem.dtype("q") == torch.float32 or "rotary_cos" not in problem.present:
@@ -187,26 +160,9 @@ def block_supports(problem: Problem) -> Supported:
     return _dialect()
 
 
-def _block_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.hopper.block import forward as run
-
-    return run(problem, *tensors)
-
-
-def _block_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.block.launch import backward as run
-
-    return run(problem, saved, dout, needs)
-
-
 def mlp_supports(problem: Problem) -> Supported:
     """Half precision; widths of 64, 128, 192 or 256, a hidden layer in steps of 128."""
-    answer = _on_hopper(problem)
-    if not answer:
-        return answer
-    from gem_kernels.triton.dense import mlp
-
-    answer = mlp.supports(problem)
+    answer = _portable(problem, "dense.mlp")
     if not answer:
         return answer
     if problem.dtype("x") == torch.float32:
@@ -227,39 +183,21 @@ def norm_gdpa_supports(problem: Problem) -> Supported:
     return norm_gdpa.supports(problem, sys.modules[__name__])
 
 
-def _norm_gdpa_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.hopper.norm_gdpa import forward as run
-
-    return run(problem, *tensors, gdpa=sys.modules[__name__])
-
-
-def _norm_gdpa_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.hopper.norm_gdpa import backward as run
-
-    return run(problem, saved, dout, needs, gdpa=sys.modules[__name__])
-
-
-def _mlp_forward(problem: Problem, *tensors: Tensor | None) -> Any:
-    from gem_kernels.triton.hopper.mlp import forward as run
-
-    return run(problem, *tensors)
-
-
-def _mlp_backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -> Any:
-    from gem_kernels.triton.hopper.mlp import backward as run
-
-    return run(problem, saved, dout, needs)
-
-
 def specs() -> list[KernelSpec]:
     """``hopper`` of all ops, and ``hopper-only`` of the two attention ops."""
     found = [KernelSpec(op, "hopper", forward, backward, supports, _MEASURED) for op in ("jagged_attention", "gdpa")]
     for op in ("jagged_attention", "gdpa"):
         only = partial(forward, only=True), partial(backward, only=True)
         found.append(KernelSpec(op, "hopper-only", *only, partial(supports, only=True), _FORCED))
-    found.append(KernelSpec("block_attention", "hopper", _block_forward, _block_backward, block_supports, _MEASURED))
-    found.append(KernelSpec("norm_linear", "hopper", _norm_linear_forward, _norm_linear_backward, norm_linear_supports, _MEASURED))
-    found.append(KernelSpec("linear_norm", "hopper", _linear_norm_forward, _linear_norm_backward, linear_norm_supports, _MEASURED))
-    found.append(KernelSpec("norm_gdpa", "hopper", _norm_gdpa_forward, _norm_gdpa_backward, norm_gdpa_supports, _MEASURED))
-    found.append(KernelSpec("mlp", "hopper", _mlp_forward, _mlp_backward, mlp_supports, _MEASURED))
+    gdpa = {"gdpa": sys.modules[__name__]}
+    for op, gradients, can, options in (
+        ("block_attention", "block.launch", block_supports, {}),
+        ("norm_linear", "hopper.norm_linear", norm_linear_supports, {}),
+        ("linear_norm", "dense.linear_norm", linear_norm_supports, {}),
+        ("norm_gdpa", "hopper.norm_gdpa", norm_gdpa_supports, gdpa),
+        ("mlp", "hopper.mlp", mlp_supports, {}),
+    ):
+        module = "hopper.block" if op == "block_attention" else f"hopper.{op}"
+        passes = partial(_late, module, "forward", **options), partial(_late, gradients, "backward", **options)
+        found.append(KernelSpec(op, "hopper", *passes, can, _MEASURED))
     return found

@@ -1,6 +1,7 @@
 """The Hopper implementations of attention, norms, products and `mlp` that gem-kernels offers.
 
-``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others.
+``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others, but with
+more time buckets of a relative bias than its kernels hold (32 backward, 256 forward) or a wider table of positions than a row's bins.
 """
 
 from __future__ import annotations

@@ -77,6 +77,6 @@ def test_no_kernel_uses_atomics() -> None:
 
 @pytest.mark.slow
 def test_rows_are_read_in_16_bytes() -> None:
-    """A thread's access is as wide as the hardware has, by vector loads or bulk copies. Not where partial sums are added up: they are few."""
+    """A thread's access is as wide as the hardware has, by vector loads or bulk copies; not for partial sums, which are few."""
     narrow = [k for k in _compiled("sm_90") if not (k["vectors"] or k["tma"]) and k["kernel"] != "sum_rows_kernel"]
     assert not narrow, _named(narrow)

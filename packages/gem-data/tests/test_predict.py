@@ -179,7 +179,7 @@ def test_what_is_wrong_is_named(trained, tmp_path):
 
 
 def test_memory_is_flat(trained, tmp_path):
-    """Peak resident memory of predicting one file and of predicting twelve."""
+    """Peak resident memory of predicting eight files, with which everything that is read ahead is full, and of predicting 24."""
     script = (
         "import sys; from pathlib import Path; from gem_core.train.measure import peak_resident\n"
         "from gem_core.train.predict import predictor; from gem_data import predict\n"
@@ -190,17 +190,17 @@ def test_memory_is_flat(trained, tmp_path):
     table = pq.read_table(trained / "eval.parquet")
     pq.write_table(table, tmp_path / "0.parquet", row_group_size=1000)
     paths = [tmp_path / "0.parquet"]
-    for i in range(1, 12):
+    for i in range(1, 24):
         paths.append(tmp_path / f"{i}.parquet")
         paths[-1].write_bytes(paths[0].read_bytes())
     peaks = []
-    for some in (paths[:2], paths):
+    for some in (paths[:8], paths):
         done = subprocess.run(
             [sys.executable, "-c", script, trained / "run", tmp_path / "p.parquet", *some], capture_output=True, text=True, check=True
         )
         peaks.append(int(done.stdout))
     assert peaks[1] < 1.05 * peaks[0], peaks
-    assert pq.read_metadata(tmp_path / "p.parquet").num_rows == 12 * ROWS
+    assert pq.read_metadata(tmp_path / "p.parquet").num_rows == 24 * ROWS
 
 
 def test_parts_hold_every_sample_once_within_the_bounds(trained, monkeypatch):

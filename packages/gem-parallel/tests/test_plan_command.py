@@ -17,7 +17,7 @@ from gem_core.plugins import manager
 from gem_parallel.plan.candidates import Dense, Sparse
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.command import configuration, workload_of
-from gem_parallel.plan.measured import compare, given, load_measurements, local_rates
+from gem_parallel.plan.measured import given, local_rates
 from gem_parallel.plan.settings import from_parallel, to_parallel
 from gem_parallel.plan.workload import Table
 
@@ -369,20 +369,6 @@ def test_faults_of_the_user(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", str(config), "--cluster", H200, *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["base", "base-window", "large"])
-def test_captured_steps_on_an_h200_are_predicted(preset: str) -> None:
-    """One rate was fitted to a step, of `base`; windows and the width of `large` come from parts that were measured alone."""
-    results = Path(__file__).parents[3] / "docs/benchmarks" / f"train-{preset}.json"
-    loaded = configuration(preset, [])
-    rows = [row for row in load_measurements(results) if row.settings.get("train", {}).get("capture")]
-    found = compare(loaded, workload_of(loaded, preset, None, 4096), load_cluster(H200), rows)
-    assert found
-    for one in found:
-        assert one.time_error == pytest.approx(0, abs=0.12)
-        assert one.memory_error == pytest.approx(0, abs=0.1)
 
 
 def test_torchrec_planner_is_asked_where_it_is_installed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ theirs, one over the other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from pydantic import Field
 from rich.table import Table
 
 from gem_core.config import Config, FrozenConfig, config_from_dict, load_config, resolve
+from gem_core.config.base import merged
 from gem_core.config.explain import Origin, validate
 from gem_core.config.load import plain
 from gem_core.errors import ConfigError
@@ -153,7 +153,7 @@ def compare(config: Config, workload: Workload, cluster: Cluster, measurements: 
     """
     found = []
     for i, row in enumerate(measurements):
-        data = _over(plain(config), row.settings)
+        data = merged(plain(config), row.settings)
         if row.parallel:
             data["parallel"] = row.parallel
         ran = config_from_dict(data)
@@ -169,15 +169,6 @@ def compare(config: Config, workload: Workload, cluster: Cluster, measurements: 
         if row.dealt is not None or row.settings.get("data"):
             own = replace(own, dealt=row.dealt or dealt(resolve(ran).source))
         found.append(Comparison(row, given(ran, own, cluster, row.world)[1], own.captured))
-    return found
-
-
-def _over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables, one set over the other."""
-    found = dict(under)
-    for key, value in over.items():
-        below = found.get(key)
-        found[key] = _over(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
     return found
 
 

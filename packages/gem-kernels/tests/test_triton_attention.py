@@ -193,17 +193,17 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["ranks", "classes"])
-def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both kernels that build lists: that of few samples and that of many."""
     from gem_kernels.triton.attention import schedule
 
     if request.param == "classes":
         monkeypatch.setattr(schedule, "_MOST_RANKED", 0)
+    return str(request.param)
 
 
-@pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("batch", [1, 255, 256, 257, 700])
-def test_tile_list(batch: int) -> None:
+def test_tile_list(batch: int, builder: str) -> None:
     """Every valid tile once, heavy samples first, blocks from the last to the first; never more than the host's bound."""
     lengths = torch.randint(0, 300, (batch,), generator=torch.Generator().manual_seed(batch))
     offsets = offsets_of(lengths)
@@ -214,6 +214,8 @@ def test_tile_list(batch: int) -> None:
     assert all(later < 1.5 * earlier or later < 12 for earlier, later in zip(work, work[1:])), (
         "a sample comes after one with much less work"
     )
+    if builder == "ranks":
+        assert tiles == sorted(tiles, key=lambda tile: (-int(lengths[tile[0]]), tile[0], -tile[1]))
     inside = [(m, n) for (b, m), (c, n) in zip(tiles, tiles[1:]) if b == c]
     assert all(n == m - 1 for m, n in inside)
 

@@ -3,9 +3,11 @@
     lengths   300, 0, 70, 130  (BLOCK 128)        tiles    (0,2) (0,1) (0,0) (3,1) (3,0) (2,0)
     work of a sample = rows of the other side     count    6
 
-A tile is ``sample << 32 | block``. Samples are grouped by the logarithm of their work, descending, which is longest-processing-time-first
-for a one-tile-a-program grid and, with the strided walk of a persistent grid (program p takes p, p + P, ...), deals heavy and light tiles
-evenly. Inside a sample blocks run from the last to the first when ``REVERSE`` (a causal row block sees more keys the later it is).
+A tile is ``sample << 32 | block``. Samples are sorted by their work, descending, which is longest-processing-time-first for a
+one-tile-a-program grid and, with a persistent grid that takes tiles to and fro, gives every program nearly the same work: counted for 256
+rows at s 0.5, the longest of 132 programs has 1 % more than the mean, and 2 to 4 % more with classes of a factor of sqrt(2), which more
+than 8,192 samples have. Inside a sample blocks run from the last to the first when ``REVERSE`` (a causal row block sees more keys the
+later it is).
 
 Every program of a builder owns some samples and recounts all of them to find where its own tiles begin, so that one launch suffices and
 the order does not depend on timing. Up to 8,192 samples every own one is compared with every sample (`tile_rank_kernel`): a few own samples
@@ -35,7 +37,7 @@ _MOST_RANKED = 8192
 
 @triton.jit
 def _counts(sample, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK: tl.constexpr):
-    """Tiles and work class of a vector of samples; zero tiles past the batch."""
+    """Tiles and work of a vector of samples; zero tiles past the batch."""
     live = sample < batch
     if tile_offsets is not None:
         length = (tl.load(tile_offsets + sample + 1, live, 0) - tl.load(tile_offsets + sample, live, 0)).to(tl.int32)
@@ -50,9 +52,20 @@ def _counts(sample, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_
         if work_map is not None:
             other = tl.load(work_map + sample, live, 0).to(tl.int32)
         work = (tl.load(work_offsets + other + 1, live, 0) - tl.load(work_offsets + other, live, 0)).to(tl.int32)
-    # 2·log2(work), in steps of a factor of sqrt(2): heavy samples get small class numbers.
-    klass = 31 - tl.minimum(tl.maximum((2.0 * tl.log2(tl.maximum(work, 1).to(tl.float32)) - 6.0).to(tl.int32), 0), 31)
-    return tiles, klass
+    return tiles, work
+
+
+@triton.jit
+def _class_of(work):
+    """2·log2(work), in steps of a factor of sqrt(2): heavy samples get small class numbers."""
+    return 31 - tl.minimum(tl.maximum((2.0 * tl.log2(tl.maximum(work, 1).to(tl.float32)) - 6.0).to(tl.int32), 0), 31)
+
+
+@triton.jit
+def _place(work, sample):
+    """What sorts up to 8,192 samples by work, descending, then by number; work beyond 18 bits counts alike."""
+    most = (1 << 18) - 1
+    return ((most - tl.minimum(work, most)) << 13) + sample
 
 
 @triton.jit
@@ -94,16 +107,14 @@ def tile_rank_kernel(
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, OWN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    own_tiles, own_class = _counts(sample, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
-    # samples in the order of the list: by class, then by number
-    own_key = (own_class << 16) + sample
+    own_tiles, own_work = _counts(sample, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
+    own_place = _place(own_work, sample)
     at = tl.zeros([OWN], tl.int32)
     total = tl.zeros([WIDE], tl.int32)
     for start in range(0, batch, WIDE):
         every = start + tl.arange(0, WIDE)
-        tiles, klass = _counts(every, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
-        key = (klass << 16) + every
-        at += tl.sum(tl.where(key[None, :] < own_key[:, None], tiles[None, :], 0), 1)
+        tiles, work = _counts(every, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
+        at += tl.sum(tl.where(_place(work, every)[None, :] < own_place[:, None], tiles[None, :], 0), 1)
         total += tiles
     if tl.program_id(0) == 0:
         tl.store(count_out, tl.sum(total))
@@ -121,8 +132,8 @@ def tile_list_kernel(
     before = tl.zeros([CLASSES], tl.int32)
     total = tl.zeros([CLASSES], tl.int32)
     for chunk in range(0, tl.num_programs(0)):
-        tiles, klass = _counts(chunk * CHUNK + lane, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
-        summed = tl.sum(tl.where(klass[:, None] == classes[None, :], tiles[:, None], 0), 0)
+        tiles, work = _counts(chunk * CHUNK + lane, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
+        summed = tl.sum(tl.where(_class_of(work)[:, None] == classes[None, :], tiles[:, None], 0), 0)
         total += summed
         if chunk < own:
             before += summed
@@ -130,8 +141,8 @@ def tile_list_kernel(
         tl.store(count_out, tl.sum(total))
     start = tl.cumsum(total, 0) - total + before
     sample = own * CHUNK + lane
-    tiles, klass = _counts(sample, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
-    same = klass[:, None] == classes[None, :]
+    tiles, work = _counts(sample, batch, tile_offsets, work_offsets, tile_len, tile_sub, work_map, BLOCK)
+    same = _class_of(work)[:, None] == classes[None, :]
     ours = tl.where(same, tiles[:, None], 0)
     at = tl.sum(tl.where(same, tl.cumsum(ours, 0) - ours + start[None, :], 0), 1)
     _write(tiles_out, table_out, at, sample, tiles, batch, row_offsets, other_offsets, tile_len, BLOCK, REVERSE)

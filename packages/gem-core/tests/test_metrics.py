@@ -275,6 +275,10 @@ def test_group_key_takes_a_column_or_a_single_valued_feature():
     assert group_key(b, "user").tolist() == [7, 8]
     with pytest.raises(DataError, match="no or several ids"):
         group_key(b, "tags")
+    for bad in (1.5, math.nan):
+        odd = Batch(size=2, columns={"price": torch.tensor([1.0, bad])})
+        with pytest.raises(DataError, match=r"'price' holds numbers that are not whole or missing(.|\n)*eval\.group"):
+            group_key(odd, "price")
     with pytest.raises(DataError, match="it has: day, user, tags"):
         group_key(b, "nobody")
 

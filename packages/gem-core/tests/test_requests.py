@@ -45,6 +45,7 @@ def test_expanding_repeats_every_kind_of_field(index, random):
     group = SequenceGroup(offsets, fields, torch.arange(n) * 10, 5)
     sparse = SparseGroup.from_jagged({"r": Jagged(torch.arange(n), offsets)}, {"r": torch.rand(n)})
     batch = replace(synthetic(len(index)), sequences={}, requests=Requests(torch.tensor(index), {"h": group}, sparse)).validate()
+    assert replace(batch, requests=Requests(torch.tensor(index), {}, sparse)).validate() is not None
     found = expanded(batch, sizes(batch)).validate()
     assert found.requests is None
     rows = {k: [v.tolist() for v in group.jagged(k).to_list()] for k in ("id", "wide")}

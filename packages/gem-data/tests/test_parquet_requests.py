@@ -87,6 +87,15 @@ def test_histories_that_differ_within_a_request(tmp_path):
         list(ParquetSource(tmp_path / "b.parquet", declared(request="request"), batch_size=4))
 
 
+@pytest.mark.parametrize("change", [{"seen": [1, 3]}, {"kinds": [[1], [2, 2]]}, {"at": [1, 3]}])
+def test_histories_of_one_length_that_differ_within_a_request(tmp_path, change):
+    """As those that are cut to the newest events are: which impression's history would the others get?"""
+    row = {"request": 1, "item": 1, "click": 0, "seen": [1, 2], "kinds": [[1], [2]], "at": [1, 2]}
+    pq.write_table(pa.Table.from_pylist([{"id": 0, **row}, {"id": 1, **row}, {"id": 2, **row, **change}]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"(?s)samples 0 and 2 have one request and other events.*sequences\.h"):
+        list(ParquetSource(tmp_path / "b.parquet", declared(request="request"), batch_size=4))
+
+
 def test_balancing_would_part_them(path):
     with pytest.raises(ConfigError, match="would part"):
         ParquetSource(path, declared(request="request"), batch_size=8, batching=Balanced(base=4))

@@ -508,6 +508,8 @@ def test_dense_policies(tmp_path):
     assert read(Dense(default=2.0), [None, math.nan, 1.0]) == [2.0, 2.0, 1.0]
     assert read(Dense(policy="clip"), [math.inf, -math.inf, 1.0]) == [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, 1.0]
     assert read(Dense(policy="clip", transform="log1p"), [-3.0, 0.0]) == [0.0, 0.0]
+    # what can be used stays as it is, whatever its neighbours are
+    assert read(Dense(policy="clip", transform="log1p"), [-3.0, -0.5]) == [0.0, pytest.approx(math.log(0.5))]
     assert read(Dense(policy="default", default=1.0, transform="log1p"), [-3.0]) == pytest.approx([math.log(2)])
     assert read(Dense(clip=(0, 5)), [-3, 9], pa.int16()) == [0.0, 5.0]
     assert read(Dense(), [True, False], pa.bool_()) == [1.0, 0.0]
@@ -515,6 +517,12 @@ def test_dense_policies(tmp_path):
     from decimal import Decimal
 
     assert read(Dense(), [Decimal("1.25")], pa.decimal128(9, 2)) == [1.25]
+
+
+def test_a_missing_number_that_is_carried_along_is_no_zero(tmp_path):
+    path = write(tmp_path / "a.parquet", [{"x": 0.0}, {"x": None}, {"x": math.nan}], pa.schema({"x": FLOAT64}))
+    (batch,) = ParquetSource(path, Features(columns=("x",), dense={"x": Dense(default=1.0)}), batch_size=9)
+    assert batch.columns["x"].isnan().tolist() == [False, True, True]
 
 
 def test_schemas_may_differ_in_order_and_width(tmp_path):

@@ -257,11 +257,15 @@ class Batch:
         for name, group in self.sequences.items():
             _validate_sequence(name, group, b)
         if self.requests is not None:
-            index, r = self.requests.kv_index, max([g.batch_size for g in self.requests.sequences.values()], default=0)
+            shared = [g.batch_size for g in self.requests.sequences.values()]
+            shared += [] if self.requests.sparse is None else [self.requests.sparse.batch_size]
+            index, r = self.requests.kv_index, max(shared, default=0)
             if index.numel() != b or (b and (int(index.min()) < 0 or int(index.max()) >= r)):
                 raise BatchError(f"kv_index must hold {b} values in [0, {r})", where="requests.kv_index")
             for name, group in self.requests.sequences.items():
-                _validate_sequence(f"requests.{name}", group, group.batch_size)
+                _validate_sequence(f"requests.{name}", group, r)
+            if self.requests.sparse is not None:
+                _validate_sparse(self.requests.sparse, r)
         return self
 
 

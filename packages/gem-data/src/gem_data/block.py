@@ -193,17 +193,20 @@ class Block:
         turn = np.argsort(first, kind="stable")
         first, index = first[turn], np.argsort(turn, kind="stable")[index.reshape(-1)]
         for name, group in batch.sequences.items():
-            lengths = group.lengths.numpy()
-            wrong = np.flatnonzero(lengths != lengths[first][index])
-            if wrong.size:
-                a, b = int(first[index[wrong[0]]]), int(wrong[0])
-                ids = batch.sample_ids
-                named = f"samples {ids[a]} and {ids[b]}" if ids is not None else f"samples {a} and {b} of a batch"
-                raise DataError(
-                    f"{named} have one request and histories of {int(lengths[a])} and {int(lengths[b])} events",
-                    where=f"column {features.request!r}, features.sequences.{name}",
-                    fix="rows of one request must repeat its history; or leave features.request out",
-                )
+            lengths, offsets = group.lengths.numpy(), group.offsets.numpy()
+            told = {"": lengths} | {key: _sums(values, offsets) for key, values in self.bags[f"sequences.{name}"].values.items()}
+            for key, numbers in told.items():
+                wrong = np.flatnonzero(numbers != numbers[first][index])
+                if wrong.size:
+                    a, b = int(first[index[wrong[0]]]), int(wrong[0])
+                    ids = batch.sample_ids
+                    named = f"samples {ids[a]} and {ids[b]}" if ids is not None else f"samples {a} and {b} of a batch"
+                    how = "other events" if key else f"histories of {int(lengths[a])} and {int(lengths[b])} events"
+                    raise DataError(
+                        f"{named} have one request and {how}",
+                        where=f"column {features.request!r}, features.sequences.{name}",
+                        fix="rows of one request must repeat its history; or leave features.request out",
+                    )
         return by_request(batch, torch.from_numpy(index), torch.from_numpy(first))
 
     def _sparse(self, features: Features) -> SparseGroup:
@@ -253,6 +256,17 @@ def _joined(pieces: list[Array]) -> Array:
         whole[at : at + len(piece)] = piece
         at += len(piece)
     return whole
+
+
+def _sums(values: Values, offsets: Ints) -> Ints:
+    """``[n]``: the bits of each row's values, added up as integers: other values have another sum."""
+    if isinstance(values, Bag):
+        return _sums(values.array("ids"), values.offsets[offsets])
+    assert isinstance(values, np.ndarray)
+    bits = np.ascontiguousarray(values).view(f"i{values.itemsize}")
+    running = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(bits if bits.ndim == 1 else bits.sum(1, dtype=np.int64), dtype=np.int64, out=running[1:])
+    return running[offsets[1:]] - running[offsets[:-1]]
 
 
 def _values_of(offsets: Ints, rows: Rows) -> Rows:

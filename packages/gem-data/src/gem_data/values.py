@@ -215,7 +215,8 @@ def _scaled(
     if bad.any():
         if policy == "clip":
             largest = float(np.finfo(np.float32).max)
-            values = np.nan_to_num(values, posinf=largest, neginf=-largest).clip(0.0 if low == -1.0 else -largest, largest)
+            usable = np.nan_to_num(values, posinf=largest, neginf=-largest).clip(0.0 if low == -1.0 else -largest, largest)
+            values = np.where(bad, usable, values)
         elif policy == "default" and default is not None:
             values = np.where(bad, default, values)
         else:
@@ -285,11 +286,12 @@ def complete(site: Site, found: tuple[Array, Bools | None], what: str) -> Array:
 
 
 def carried(site: Site, array: pa.Array) -> Array:
-    """A column for group metrics and slices ``[n]``: int64 (unsigned numbers by their bits), float64 or bool; text and bytes by their
-    hash; times as stored."""
+    """A column for group metrics and slices ``[n]``: int64 (unsigned numbers by their bits), float64 (null: NaN) or bool; text and bytes
+    by their hash; times as stored."""
     kind = array.type
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return np.asarray(site.read(arrow.floats, array)[0], dtype=np.float64)
+        numbers, missing = site.read(arrow.floats, array)
+        return np.asarray(numbers if missing is None else np.where(missing, np.nan, numbers), dtype=np.float64)
     if pa.types.is_boolean(kind):
         values, missing = site.read(arrow.booleans, array)
     elif pa.types.is_integer(kind):

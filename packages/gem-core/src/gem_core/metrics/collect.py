@@ -103,10 +103,17 @@ class MetricSet:
 def group_key(batch: Batch, name: str, where: str = "eval.group") -> Tensor:
     """``[B]`` int64 keys: a column of the batch, or a sparse feature with exactly one id a sample. ``where`` names it in errors.
 
-    :raises DataError: there is no such column or feature, or a sample has no or several ids.
+    :raises DataError: there is no such column or feature, the column holds numbers that are not whole, or a sample has no or several ids.
     """
     if name in batch.columns:
-        return batch.columns[name].long()
+        values = batch.columns[name]
+        if values.is_floating_point() and bool((values != values.round()).any()):
+            raise DataError(
+                f"the column {name!r} holds numbers that are not whole or missing",
+                where=where,
+                fix="name a column of whole numbers or text, or a sparse feature of one id a sample",
+            )
+        return values.long()
     if batch.sparse is None or name not in batch.sparse.keys:
         there = [*batch.columns, *(batch.sparse.keys if batch.sparse else ())]
         raise DataError(

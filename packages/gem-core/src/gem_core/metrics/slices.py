@@ -62,7 +62,10 @@ class SlicedMetrics:
     def merge(self, gather: Gather) -> None:
         """Add the slices of all other ranks; every rank must call it."""
         own = torch.tensor(sorted(self.sets), dtype=torch.int64)
-        for key in sorted({*own.tolist(), *(k for keys in gather(own) for k in keys.tolist())}):
+        found = sorted({*own.tolist(), *(k for keys in gather(own) for k in keys.tolist())})
+        for key in found:  # all of them before the first exchange: what is refused is refused by every rank
+            self._set(key)
+        for key in found:
             self._set(key).merge(gather)
 
     def compute(self) -> dict[str, tuple[int, dict[str, dict[str, Value]]]]:
@@ -107,7 +110,7 @@ def slicing(by: str, features: Features, seen: Callable[[str], Tensor]) -> Slici
         tables = {name: seen(features.table_of(f"sparse.{name}")) for name in wanted}
         return Slicing(by, lambda batch: _warm(batch, tables), lambda warm: "warm" if warm else "cold")
     hashed = by not in features.columns and by in features.sparse and features.sparse[by].hash
-    return Slicing(by, lambda batch: _column(batch, by), (lambda row: f"row {row}") if hashed else str)
+    return Slicing(by, lambda batch: group_key(batch, by, f"--by {by}"), (lambda row: f"row {row}") if hashed else str)
 
 
 def record(slices: Iterable[SlicedMetrics]) -> dict[str, dict[str, dict[str, object]]]:
@@ -122,16 +125,6 @@ def _times(batch: Batch) -> Tensor:
     if batch.timestamps is None:
         raise DataError("the evaluation data has no times", where="features.timestamp", fix="declare the column of the impression's time")
     return batch.timestamps
-
-
-def _column(batch: Batch, name: str) -> Tensor:
-    if name in batch.columns and batch.columns[name].is_floating_point():
-        values = batch.columns[name]
-        if bool((values != values.round()).any()):
-            raise DataError(
-                f"the column {name!r} holds numbers that are not whole", where=f"--by {name}", fix="slice by a column of few, whole values"
-            )
-    return group_key(batch, name, f"--by {name}")
 
 
 def _warm(batch: Batch, tables: Mapping[str, Tensor]) -> Tensor:

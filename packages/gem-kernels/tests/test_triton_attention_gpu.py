@@ -377,7 +377,7 @@ def test_neighbours_do_not_leak(backend: str, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_than_two_to_the_31_elements(backend: str, op: str) -> None:
+def test_more_than_two_to_the_31_elements(backend: str, op: str, room: Callable[[float], None]) -> None:
     """4.5 million rows of 4 x 128: addresses beyond 32 bits. First, middle and last samples are compared."""
     if backend == "hopper-only":
         needs_hopper(128)
@@ -385,6 +385,7 @@ def test_more_than_two_to_the_31_elements(backend: str, op: str) -> None:
     lengths = torch.full((batch,), length)
     offsets = lengths_to_offsets(lengths).to(DEVICE)
     assert batch * length * heads * d > 2**31
+    room(9 * batch * length * heads * d * 2 / 2**30)
     q, k, v, do = (torch.empty(batch * length, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     for i, x in enumerate((q, k, v, do)):
         x.normal_(generator=torch.Generator(DEVICE).manual_seed(i))

@@ -7,13 +7,8 @@ The whole contract runs there too: test_triton_block.py, test_triton_dense.py an
 
 from __future__ import annotations
 
-import fcntl
 import math
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
@@ -29,58 +24,12 @@ from gem_kernels import triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
+Room = Callable[[float], None]
 OVER_INT32 = (1 << 31) + (1 << 20)
 NAMES = [
     "block-64", "block-64-rotary", "block-128", "norm_linear-rms", "norm_linear-layer", "norm_linear-rms-residual", "linear_norm-rms",
     "linear_norm-layer", "mlp-64", "mlp-128", "mlp-256", "mlp-128-rms", "norm_gdpa", "norm-rms", "norm-layer-residual",
 ]  # fmt: skip
-
-
-PLACE = 20
-"""GiB of device memory that a place stands for: test processes beside one another share the places of a device."""
-_places: list[IO[str]] = []
-
-
-@pytest.fixture(autouse=True)
-def _memory():
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
-    _leave()
-
-
-def _leave() -> None:
-    while _places:
-        _places.pop().close()
-
-
-def _enter(places: int, total: float) -> bool:
-    """Whether that many places were free; this process has them then."""
-    device = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    for i in range(int(total // PLACE)):
-        place = Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}").open("w")  # noqa: SIM115 - held until `_leave`
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            place.close()
-            continue
-        _places.append(place)
-        if len(_places) == places:
-            return True
-    _leave()
-    return False
-
-
-def _room(gib: float) -> None:
-    """Waits until so much device memory is free and, among the processes that ask here, this one's; skips where that does not come."""
-    free, total = (n / 2**30 for n in torch.cuda.mem_get_info())
-    for _ in range(360 if total >= gib else 0):
-        if _places or _enter(math.ceil(gib / PLACE), total):
-            free = torch.cuda.mem_get_info()[0] / 2**30
-            if free >= gib:
-                return
-        time.sleep(0.5)
-    pytest.skip(f"needs {gib:.0f} GiB of {total:.0f} of device memory, {free:.0f} are free")
 
 
 def _draw(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
@@ -97,11 +46,11 @@ def _spec(op: str, impl: str, problem: Problem) -> KernelSpec:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
-def test_error_is_at_most_one_and_a_half_times_that_of_pytorch(name: str, impl: str) -> None:
+def test_error_is_at_most_one_and_a_half_times_that_of_pytorch(name: str, impl: str, room: Room) -> None:
     """bf16 results and gradients of the benchmark's rows against float64, beside eager PyTorch in bf16."""
     from gem_kernels.bench import _dense_rows, dense
 
-    _room(PLACE)
+    room(20)
     case = next(r for r in _dense_rows.ROWS if r.name == name).build("cuda")
     problem = case.problem()
     spec = _spec(case.op, impl, problem)
@@ -117,10 +66,10 @@ def test_error_is_at_most_one_and_a_half_times_that_of_pytorch(name: str, impl: 
 
 @pytest.mark.parametrize("name", ["block-64-rotary", "norm_linear-rms", "linear_norm-rms", "mlp-128", "norm_gdpa"])
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
-def test_repeated_runs_are_bit_equal(name: str, impl: str) -> None:
+def test_repeated_runs_are_bit_equal(name: str, impl: str, room: Room) -> None:
     from gem_kernels.bench import _dense_rows, dense
 
-    _room(PLACE)
+    room(20)
     case = next(r for r in _dense_rows.ROWS if r.name == name).build("cuda")
     with deterministic():
         problem = case.problem()
@@ -145,9 +94,9 @@ def _same_as_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grads: tuple[Te
 
 
 @pytest.mark.parametrize("lengths", [[200_000], [OVER_INT32 // 512 - 70, 70]], ids=["one of 200,000", "over 2^31 elements"])
-def test_block_attention_of_long_samples(lengths: list[int]) -> None:
+def test_block_attention_of_long_samples(lengths: list[int], room: Room) -> None:
     n = sum(lengths)
-    _room(9 * n * 512 * 2 / 2**30)
+    room(9 * n * 512 * 2 / 2**30)
     q, k, v = (_draw(n, 4, 128, seed=i).requires_grad_() for i in range(3))
     dout = _draw(n, 4, 128, seed=5)
     out = ops.block_attention(q, k, v, lengths_to_offsets(torch.tensor(lengths)).cuda(), backend="triton")
@@ -195,19 +144,19 @@ def _tail_is_right(op: str, rows: int, width: int, wanted: tuple[str, ...], **ar
 
 
 @pytest.mark.parametrize("op", ["norm", "norm_linear", "linear_norm", "mlp"])
-def test_rows_over_2_31_elements(op: str) -> None:
+def test_rows_over_2_31_elements(op: str, room: Room) -> None:
     width = 64 if op == "mlp" else 512
     rows = OVER_INT32 // width
-    _room(8 * rows * width * 2 / 2**30 + 4)
+    room(8 * rows * width * 2 / 2**30 + 4)
     w = _draw(width, width, seed=1, scale=width**-0.5)
     arguments = {"norm": {}, "mlp": {"w1": w, "b1": None, "w2": w.clone(), "b2": None}}.get(op, {"w": w})
     _tail_is_right(op, rows, width, ("x",), **arguments)
 
 
-def test_norm_gdpa_over_2_31_elements() -> None:
+def test_norm_gdpa_over_2_31_elements(room: Room) -> None:
     lengths = torch.tensor([OVER_INT32 // 512 - 300, 300])
     n = int(lengths.sum())
-    _room(9 * n * 512 * 2 / 2**30)
+    room(9 * n * 512 * 2 / 2**30)
     q = _draw(n, 4, 128).requires_grad_()
     k, v = (_draw(200, 4, 128, seed=i, scale=0.1).requires_grad_() for i in (1, 2))
     q_offsets, k_offsets = lengths_to_offsets(lengths).cuda(), torch.tensor([0, 100, 200], device="cuda")
@@ -221,9 +170,9 @@ def test_norm_gdpa_over_2_31_elements() -> None:
         assert torch.equal(got, want)
 
 
-def test_jagged_ops_over_2_31_elements() -> None:
+def test_jagged_ops_over_2_31_elements(room: Room) -> None:
     rows, width = OVER_INT32 // 256, 256
-    _room(8 * rows * width * 2 / 2**30)
+    room(8 * rows * width * 2 / 2**30)
     a, b = _draw(rows, width), _draw(9, width, seed=1)
     oa, ob = torch.tensor([0, 5, rows], device="cuda"), torch.tensor([0, 4, 9], device="cuda")
     whole, offsets = ops.jagged_concat([(a, oa), (b, ob)], backend="triton")

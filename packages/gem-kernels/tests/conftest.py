@@ -1,0 +1,58 @@
+"""Device memory for large tests that run beside others."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+
+PLACE = 20
+"""GiB of device memory that a place stands for. Test processes share the places of a device, a fifth of which is left to small tests."""
+
+
+def _enter(count: int, total: float) -> list[IO[str]]:
+    """That many places, held until they are closed, or none."""
+    device, held = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid, []
+    for i in range(int(0.8 * total // PLACE)):
+        place = Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}").open("w")  # noqa: SIM115 - held until closed
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            place.close()
+            continue
+        held.append(place)
+        if len(held) == count:
+            return held
+    for place in held:
+        place.close()
+    return []
+
+
+@pytest.fixture
+def room() -> Iterator[Callable[[float], None]]:
+    """``room(gib)`` waits until so much device memory is free and, among the tests that ask, this one's; skips where that does not come.
+    Once a test. What PyTorch keeps for reuse is given back before and after."""
+    held: list[IO[str]] = []
+
+    def wait(gib: float) -> None:
+        free, total = (n / 2**30 for n in torch.cuda.mem_get_info())
+        for _ in range(360 if 0.8 * total >= gib else 0):
+            held[:] = held or _enter(math.ceil(gib / PLACE), total)
+            free = torch.cuda.mem_get_info()[0] / 2**30
+            if held and free >= gib:
+                return
+            time.sleep(0.5)
+        pytest.skip(f"needs {gib:.0f} GiB of {total:.0f} of device memory, {free:.0f} are free")
+
+    torch.cuda.empty_cache()
+    yield wait
+    torch.cuda.empty_cache()
+    for place in held:
+        place.close()

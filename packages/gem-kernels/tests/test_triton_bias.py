@@ -333,7 +333,7 @@ def test_hopper(case: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_resources_on_hopper() -> None:
-    """Of every configuration: products that are not serialised; forward nothing on the stack, backward what is known of a tile (no tiles)."""
+    """Of every configuration: products not serialised; forward nothing on the stack, backward what is known of a tile (no tiles)."""
     row = next(r for r in ROWS if r.bias is not None).name
     jobs = [f"{row}:jagged_attention:forward", f"{row}:gdpa:backward"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}

@@ -18,7 +18,7 @@ from gem_core.model.pooling import SeedPooling
 from gem_core.model.rows import Rows
 from gem_core.ops import dispatch, siblings
 from gem_kernels.triton import attention
-from gem_kernels.triton.attention import column_sums
+from gem_kernels.triton.attention import column_sums, launch_backward
 from gem_kernels.triton.attention.spec import backward, supports
 from gem_kernels.triton.common.device import on_cpu
 
@@ -81,6 +81,41 @@ def test_few_queries(op: str, shared: bool) -> None:
         grads = _gradients(op, kv.requires_grad_().unbind(1), [q], offsets, **more)
     # sums of what is rounded afterwards
     _agrees(grads, 1e-6 if dtype == torch.float32 else 2**-9)
+
+
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+def test_shared_queries_by_shares_of_the_keys(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many programs share the keys, whose borders then lie within samples: the same dK and dV, and sums of all of them."""
+    dtype = torch.float32 if DEVICE == "cpu" else BF16
+    keys, heads, d = (0, 5, 170, 1, 33, 0, 64, 0), 2, 16
+    kv = _draw(sum(keys) + 3, 2, heads, d, seed=1, dtype=dtype, used=sum(keys)).requires_grad_()
+    q = _draw(7, heads, d, seed=2, dtype=dtype).requires_grad_()
+    forced = next(s for s in attention.specs() if (s.op, s.name) == (op, "triton-sample"))
+    scheme = "q_resident"
+    spec = replace(forced, name=scheme, backward=partial(backward, scheme=scheme), supports=partial(supports, scheme=scheme))
+    dout = _draw(7 * len(keys), heads, d, seed=9, dtype=dtype)
+    found = []
+    for per_sm in (2, 4, 6, 14):
+
+        def run_with(x: Any, kernel: str, propose: Any, run: Any, n: int = per_sm) -> None:
+            run({**propose(kernel, x.plan, x.info)[0], "PERSISTENT": n})
+
+        monkeypatch.setattr(launch_backward, "choose_and_run", run_with)
+        monkeypatch.setattr(launch_backward, "_MOST_SHARES", per_sm)
+        with dispatch.offering(spec):
+            more = {"broadcast_q": True, "max_q_len": 7, "max_k_len": 170, "backend": scheme}
+            parts = kv.unbind(1)
+            found.append(torch.autograd.grad(getattr(ops, op)(q, *parts, None, _offsets(keys), **more), (q, *parts), dout))
+            _agrees(found[-1][1:], 1e-6 if dtype == torch.float32 else 2**-9)
+    for dq, dk, dv in found[1:]:
+        assert torch.equal(dk, found[0][1])
+        assert torch.equal(dv, found[0][2])
+        torch.testing.assert_close(dq, found[0][0], rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    with torch.no_grad():
+        exact = [t.detach().double().nan_to_num().requires_grad_() for t in (q, *kv.unbind(1))]
+    out = getattr(ops, op)(*exact, None, _offsets(keys), broadcast_q=True, backend="reference")
+    for grad, wanted in zip(found[-1], torch.autograd.grad(out, exact, dout.double())):
+        assert float((grad - wanted).norm() / wanted.norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 LENGTHS = (0, 1, 64, 65, 130, 700, 128, 0, 333)

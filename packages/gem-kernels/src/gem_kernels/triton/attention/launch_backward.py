@@ -4,7 +4,8 @@
 |---|---|---|---|
 | split | dQ by query tiles, then dK, dV by key tiles | 3 + 4 | every option; deterministic |
 | kv_resident | a (sample, head) whose keys fit one tile | 5 | short K and V; deterministic |
-| q_resident | a (sample, head) whose queries fit one tile | 5 | short Q, shared Q; deterministic |
+| q_resident | a (sample, head) whose queries fit one tile | 5 | short Q; deterministic |
+| q_resident | a head, and an equal share of all keys | 5 | short shared Q; deterministic |
 | sample | a (sample, head), dQ summed in a buffer | 5 | many samples times heads; deterministic |
 | atomic | key tiles, dQ by atomics | 5 | few, long samples |
 """
@@ -19,6 +20,7 @@ from gem_kernels.triton.attention import candidates, column_sums, warp_sums
 from gem_kernels.triton.attention.backward_bias import attention_bwd_bias_kernel
 from gem_kernels.triton.attention.backward_dkdv import attention_bwd_dkdv_kernel
 from gem_kernels.triton.attention.backward_dq import attention_bwd_dq_kernel
+from gem_kernels.triton.attention.backward_shared import attention_bwd_shared_kernel
 from gem_kernels.triton.attention.bias_tables import PAD
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
@@ -32,6 +34,8 @@ Saved = tuple[Tensor | None, ...]
 SCHEMES = ("split", "kv_resident", "q_resident", "sample", "atomic")
 # Sums of the bias's gradient are kept for every warp up to this many entries: 20 MB on an H200.
 _WIDEST_ROW = 4096
+# Programs an SM of a shared Q's backward pass, at most: a partial row of sums each.
+_MOST_SHARES = 4
 _DQ_MODES = {"split": 0, "kv_resident": 1, "sample": 2, "atomic": 3}
 
 
@@ -104,12 +108,16 @@ class _Backward:
         # slices of one tensor where q, k and v are those of one projection
         keys = self.need_keys or (p.targets and not p.shared and self.need_q) or scheme != "split"
         needs = self.need_q or scheme != "split", keys, keys
-        (self.dq, dk, dv), self.sums = column_sums.empty_grads(x, x.batch, needs, offered=scheme == "q_resident")
+        resident = scheme == "q_resident"
+        parts = _MOST_SHARES * x.info.sms // p.heads + 1 if p.broadcast else x.batch
+        (self.dq, dk, dv), self.sums = column_sums.empty_grads(x, parts, needs, offered=resident)
         dq = None
         d_position = d_time = None
         d_target_k, d_target_v = self._own(dk, dv) if p.targets else (None, None)
-        if scheme == "q_resident":
-            dq = self._query_side("attention.q_resident", dk, dv)
+        if resident:
+            assert dk is not None  # as are all gradients here
+            assert dv is not None
+            dq = self._shared(dk, dv) if p.broadcast else self._query_side("attention.q_resident", dk, dv)
             self.sums.leave(dk, dv)
         elif scheme == "split":
             if self.need_q and self.need_bias:
@@ -146,6 +154,29 @@ class _Backward:
             self._launch_dq(config, partial[0], dk, dv, grid=partials * p.heads * blocks)
 
         choose_and_run(x, kernel, candidates.query_side, run)
+        return partial[0].sum(0).to(x.q.dtype)
+
+    def _shared(self, dk: Tensor, dv: Tensor) -> Tensor:
+        """dQ of a shared Q, whose rows fit one tile, and dK, dV on the way."""
+        x, p = self.x, self.x.plan
+        partial: list[Tensor] = []
+
+        def run(config: Config) -> None:
+            meta = dict(config)
+            shares = min(max(1, meta.pop("PERSISTENT") * x.info.sms // p.heads), -(-x.k.shape[0] // meta["BLOCK_N"]) or 1)
+            meta["BLOCK_M"] = m = self._rows(config, dk)
+            tma = meta.pop("TMA") and all(tma_fits(t) for t in (x.q, x.k, x.v, self.dout))
+            q, k, v, dout = descriptors(tma, (x.q, m), (x.k, meta["BLOCK_N"]), (x.v, meta["BLOCK_N"]), (self.dout, m))
+            partial[:] = [torch.empty(shares, *x.q.shape, dtype=torch.float32, device=x.device)]
+            launch(
+                attention_bwd_shared_kernel, (shares * p.heads,), x.device,
+                q, k, v, self.out, dout, self.lse, partial[0], dk, dv, *self.sums.zeros(), x.k_offsets, x.act_ids,
+                *row_strides(x.q, x.k, x.v, self.out, self.dout), *partial[0].stride()[1:3], *row_strides(dk, dv),
+                x.batch, x.q_len, x.out_rows, x.k.shape[0], p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
+                **p.constants(x.info.nvidia, "GROUP", "CAUSAL", "WINDOW"), TMA=tma, **meta,
+            )  # fmt: skip
+
+        choose_and_run(x, "attention.q_resident", candidates.query_side, run)
         return partial[0].sum(0).to(x.q.dtype)
 
     def _rows(self, config: Config, dk: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Device memory for large tests that run beside others."""
+"""The order of tests on a GPU, and device memory for large ones that run beside others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,26 @@ from typing import IO
 import pytest
 import torch
 
+LONGEST = (
+    "test_many_samples", "test_first_call", "test_sums_in_registers", "test_hopper_every_candidate", "test_hopper_like_portable",
+    "test_resources", "test_requests", "test_hopper_tile_tables", "test_hopper", "test_accuracy", "test_edges", "test_times",
+    "test_block_attention_of_long_samples", "test_only_wanted_gradients", "test_cross_attention", "test_deterministic",
+)  # fmt: skip
+"""Beginnings of the names of tests that compile or compute for ten seconds and more on a GPU machine, longest first."""
 PLACE = 20
 """GiB of device memory that a place stands for. Test processes share the places of a device, a fifth of which is left to small tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU the longest tests come first, so that no process is left with one of them when the others are done."""
+    here = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        names = LONGEST if here in item.path.parents else ()
+        return next((n for n, name in enumerate(names) if item.name.startswith(name)), len(LONGEST))
+
+    if torch.cuda.is_available():
+        items.sort(key=rank)
 
 
 def _enter(count: int, total: float) -> list[IO[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ LONGEST = (
     "test_block_attention_of_long_samples", "test_only_wanted_gradients", "test_cross_attention", "test_deterministic",
 )  # fmt: skip
 """Beginnings of the names of tests that compile or compute for ten seconds and more on a GPU machine, longest first."""
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # read when torch.compile is first used: test processes are as many as cores already, and none starts a pool of compilers
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 PLACE = 20
 """GiB of device memory that a place stands for. Test processes share the places of a device, a fifth of which is left to small tests."""
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from gem_core.bench import ladder, local, overheads, step
+from gem_core.bench import ceilings, ladder, local, overheads, step
 from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
 from gem_core.config import config_from_dict, resolve
@@ -110,8 +110,26 @@ def test_parts_cover_the_models_flops(tmp_path):
     local.write(found, tmp_path, "tiny")
     told = (tmp_path / "local-tiny.md").read_text()
     assert "| attention | 1 |" in told
-    assert f"({found['held_gemm_tflops']:.0f} over a second)" in told
-    assert 0 < found["held_gemm_tflops"] < 3 * found["gemm_tflops"]
+    assert f"(the best one {found['best_gemm_tflops']:.0f})" in told
+    assert "| step | | |" in told
+    assert "not captured" in told
+    # a step has all parts, and more: between a half, on a busy machine, and many times their time
+    assert 0.5 < found["step_s"] / found["parts_s"] < 20
+    assert found["step_floor_share"] == pytest.approx(found["floors_s"] / found["step_s"])
+
+
+def test_ceilings_are_rates_of_the_same_product_and_copy(monkeypatch):
+    """G is what stretches of products have, the best one what a single one has; the copy counts what is read and what is written."""
+    taken = {"mm": 0.5, "neg": 0.25}
+    monkeypatch.setattr(ceilings, "seconds", lambda run, device, repeats, warmup=2: [taken[_called(run)]] * 2 + [0.1])
+    found = ceilings.ceilings(torch.device("cpu"))
+    assert found.gemm == pytest.approx(2 * 512**3 / 0.5 / 1e12)
+    assert found.best_gemm == pytest.approx(2 * 512**3 / 0.1 / 1e12)
+    assert found.copy == pytest.approx(2 * 2**24 / 0.25 / 1e12)
+
+
+def _called(run):
+    return next(name for name in ("mm", "neg") if name in run.__code__.co_names)
 
 
 def test_parts_run_under_the_recipes_autocast():

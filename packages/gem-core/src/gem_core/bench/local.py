@@ -5,9 +5,11 @@ a replayed graph, so that it is not the host's launches that are measured. Table
 are parts of a step too, but no layers: they have no FLOPs, and the local MFU is that of the layers.
 
 The floor of a part is the longer of its FLOPs over the matrix product rate and its least bytes over the copy rate, both rates measured in
-the same run. Least bytes are 3 times inputs and parameters and twice outputs (read once forward; backward inputs are read and their
-gradients written, and gradients of outputs read), those of AdamW 28 a parameter (parameter and two moments read and written, the gradient
-read; with a copy in 16 bits that is written, the gradient has 16 bits too).
+the same run (`gem_core.bench.ceilings`). What the floors are a share of is told twice: of the parts alone, and of a whole training step, as
+the configuration has it (``train.capture``), of the same batch in the same run. Least bytes are 3 times inputs and parameters and twice
+outputs (read once forward; backward inputs are read and their gradients written, and gradients of outputs read), those of AdamW 28 a
+parameter (parameter and two moments read and written, the gradient read; with a copy in 16 bits that is written, the gradient has 16 bits
+too).
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.batch import Batch
+from gem_core.bench.ceilings import ceilings, seconds
+from gem_core.bench.step import repeated
 from gem_core.config import Config, resolve
 from gem_core.errors import ConfigError, RunError
 from gem_core.model.tables import sparse_group
@@ -79,34 +82,38 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
         parts = build_parts(resolved, rt)
         model: Any = parts.model.train()
         host = next(iter(build_source(resolved, "train", rt)))
+        held_against = peak(device_name(rt.device), parts.precisions())
+        step = TrainStep(parts, config, rt, Meter(rt.device, held_against))
+        step.set_lr(0.0)
+        step_s = repeated(parts, step, host, rt)
+        step.forget()
         batch = host.to(rt.device)
         calls = _record(model, rt.device, lambda: parts.module(batch))
         flops = model.flops(host)
-        held_against = peak(device_name(rt.device), parts.precisions())
         layers = [_time(name, group, flops.get(name, 0.0), rt.device, repeats) for name, group in calls.items()]
-        step = TrainStep(parts, _uncaptured(config), rt, Meter(rt.device, held_against))
-        step.set_lr(0.0)
         found = [*layers, _tables(parts, step, batch, repeats), _optimizer(step, rt.device, repeats)]
-        gemm, copy = ceilings(rt.device)
+        limits = ceilings(rt.device)
+        gemm, copy = limits.gemm * 1e12, limits.copy * 1e12
+        floors = sum(_floor(p, gemm, copy) for p in found)
         return {
             "parts": [_row(part, gemm, copy, held_against.flops) for part in found],
             "local_mfu": _share(sum(p.flops for p in layers), sum(p.total_s for p in layers), held_against.flops),
-            "floor_share": sum(_floor(p, gemm, copy) for p in found) / sum(p.total_s for p in found),
-            "floors_s": sum(_floor(p, gemm, copy) for p in found),
+            "floor_share": floors / sum(p.total_s for p in found),
+            "floors_s": floors,
             "parts_s": sum(p.total_s for p in found),
-            "gemm_tflops": gemm / 1e12,
-            "held_gemm_tflops": held_rate(rt.device) / 1e12,
-            "copy_tb_per_s": copy / 1e12,
+            "step_s": step_s,
+            "step_floor_share": floors / step_s,
+            "step_floor_share_at_best": sum(_floor(p, limits.best_gemm * 1e12, copy) for p in found) / step_s,
+            "captured": config.train.capture,
+            "gemm_tflops": limits.gemm,
+            "best_gemm_tflops": limits.best_gemm,
+            "copy_tb_per_s": limits.copy,
             "samples": host.size,
             "tokens": host.tokens,
             "parameters": parts.parameter_counts(),
             "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
             **environment(rt.device),
         }
-
-
-def _uncaptured(config: Config) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"capture": False})})
 
 
 def _tables(parts: Parts, step: TrainStep, batch: Batch, repeats: int) -> Part:
@@ -128,7 +135,7 @@ def _tables(parts: Parts, step: TrainStep, batch: Batch, repeats: int) -> Part:
         torch.autograd.backward(look_up(), gradients)
         update(good)
 
-    forward, total = (statistics.median(_seconds(run, device, repeats)) for run in (look_up, both))
+    forward, total = (statistics.median(seconds(run, device, repeats)) for run in (look_up, both))
     return Part("tables", 1, forward, total, 0.0, 3.0 * read + 2.0 * sum(t.nbytes for t in outputs), layer=False)
 
 
@@ -144,30 +151,8 @@ def _optimizer(step: TrainStep, device: torch.device, repeats: int) -> Part:
             p.grad = gradients[name]
         dense.step(good, step.config.train.clip_norm, dense.grad_norm())
 
-    total = statistics.median(_seconds(run, device, repeats))
+    total = statistics.median(seconds(run, device, repeats))
     return Part("optimizer", 1, 0.0, total, 0.0, 28.0 * sum(p.numel() for p in dense.parameters.values()), layer=False)
-
-
-def ceilings(device: torch.device) -> tuple[float, float]:
-    """FLOP/s of a large bf16 matrix product and bytes/s (read and written) of a large copy, by the best of a few runs."""
-    n, size = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 26)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    x = torch.empty(size // 4, device=device)
-    product = min(_seconds(lambda: a @ b, device, 5))
-    # an addition of zero, since a device's copy engine need not be as fast as its multiprocessors
-    copied = min(_seconds(lambda: x.add(0.0), device, 5))
-    return 2 * n**3 / product, 2 * size / copied
-
-
-def held_rate(device: torch.device) -> float:
-    """FLOP/s of the same product for a second, over its second half: what power and heat allow for as long as steps take. Told beside the
-    best rate, which the floors are made with."""
-    n, seconds = (8192, 1.0) if device.type == "cuda" else (512, 0.02)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    one = statistics.median(_seconds(lambda: a @ b, device, 3))
-    spent = _seconds(lambda: a @ b, device, max(2, int(seconds / one)))
-    late = spent[len(spent) // 2 :]
-    return 2 * n**3 * len(late) / sum(late)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -181,6 +166,7 @@ def table(result: dict[str, Any]) -> str:
         )
     whole = "n/a" if result["local_mfu"] is None else f"{result['local_mfu']:.1%}"
     lines.append(f"| all | | | {result['parts_s'] * 1e3:.2f} | | {whole} | {result['floors_s'] * 1e3:.2f} | {result['floor_share']:.0%} |")
+    lines.append(f"| step | | | {result['step_s'] * 1e3:.2f} | | | {result['floors_s'] * 1e3:.2f} | {result['step_floor_share']:.0%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -190,10 +176,12 @@ def write(result: dict[str, Any], out: Path, preset: str) -> None:
     (out / f"local-{preset}.json").write_text(json.dumps(result, indent=1) + "\n")
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     head = f"# Parts of `{preset}` alone\n\n{result['device']}; {versions}; {result['samples']} samples, {result['tokens']} events; "
-    head += f"matrix product {result['gemm_tflops']:.0f} TFLOP/s ({result['held_gemm_tflops']:.0f} over a second), "
+    head += f"matrix product {result['gemm_tflops']:.0f} TFLOP/s (the best one {result['best_gemm_tflops']:.0f}), "
     head += f"copy {result['copy_tb_per_s']:.2f} TB/s in this run.\n\n"
     launched = ", ".join(p["part"] for p in result["parts"] if not p["replayed"])
-    tail = f"\nMFU of `all` is that of the layers. Launched by the host, not replayed: {launched}.\n"
+    tail = f"\nMFU of `all` is that of the layers. Launched by the host, not replayed: {launched}. `step`: training on the same batch, "
+    tail += f"{'captured' if result['captured'] else 'not captured'}; with the rate of the best product the floors are "
+    tail += f"{result['step_floor_share_at_best']:.0%} of it.\n"
     (out / f"local-{preset}.md").write_text(head + table(result) + tail)
 
 
@@ -290,7 +278,7 @@ def _alone(run: Callable[[], Any], side: torch.cuda.Stream | None, device: torch
     :raises RunError: it waits for the device, so that it cannot be recorded.
     """
     if side is None:
-        return statistics.median(_seconds(run, device, repeats))
+        return statistics.median(seconds(run, device, repeats))
     for _ in range(2):
         run()
     torch.cuda.synchronize(device)
@@ -300,29 +288,9 @@ def _alone(run: Callable[[], Any], side: torch.cuda.Stream | None, device: torch
             run()
     except RuntimeError as error:
         raise RunError(f"a part cannot be recorded: {error}", fix="choose kernels that wait for no device") from error
-    found = statistics.median(_seconds(graph.replay, device, repeats))
+    found = statistics.median(seconds(graph.replay, device, repeats))
     graph.reset()
     return found
-
-
-def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of single runs, after two that do not count."""
-    for _ in range(2):
-        run()
-    if device.type != "cuda":
-        spent = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            run()
-            spent.append(time.perf_counter() - began)
-        return spent
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:])]
 
 
 def _floor(part: Part, gemm: float, copy: float) -> float:

@@ -108,6 +108,32 @@ def measure(config: Config, *, steps: int = 30, warmup: int = 10, traces: Path |
         }
 
 
+def repeated(parts: Parts, step: TrainStep, host: Batch, rt: Runtime, *, windows: int = 4) -> float:
+    """Seconds of a training step on the same batch again and again, brought to the device each time: the median of windows."""
+    groups = grouped(Feed(_Again(host), rt.device, None), step.config.train.accumulate, step.looks_ahead)
+    run = _Run(parts, step, Outcomes(rt.device), groups, rt)
+    run(WINDOW if rt.device.type == "cuda" else 1)
+    size = WINDOW if rt.device.type == "cuda" else 1
+    return float(statistics.median(_window(run(size), rt)["step_s"] for _ in range(windows)))
+
+
+@dataclass(frozen=True)
+class _Again:
+    """A source of one batch without end."""
+
+    host: Batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.host
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 @dataclass
 class _Run:
     """Training steps; ``events``: of each batch, with and without padding."""

@@ -102,13 +102,15 @@ def bench_local(
     result = local.measure(config, repeats=repeats)
     local.write(result, out, preset)
     print(local.table(result))
+    products = f"products of {result['gemm_tflops']:.0f} TFLOP/s"
+    at_best = f"{result['step_floor_share_at_best']:.2f} with the best one's {result['best_gemm_tflops']:.0f}"
+    print(f"floors {result['floors_s'] * 1e3:.1f} ms = {result['step_floor_share']:.2f} of a step of this batch: {products} ({at_best})")
     ladder = out / f"train-{preset}.json"
     if result["local_mfu"] is not None and ladder.is_file():
         best = max((row for row in json.loads(ladder.read_text())["rows"] if row.get("mfu")), key=lambda row: row["mfu"], default=None)
         if best is not None:
-            ratio, floors = best["mfu"] / result["local_mfu"], result["floors_s"] * 1e3
+            ratio = best["mfu"] / result["local_mfu"]
             print(f"end to end {best['mfu']:.1%} ({best['row']}) = local {result['local_mfu']:.1%} x {ratio:.2f}")
-            print(f"floors of its parts {floors:.1f} ms = {floors / best['step_ms']:.2f} of its step")
 
 
 def _configuration(folder: str, preset: str) -> Path:

@@ -90,8 +90,8 @@ class TrainStep:
         self._buffers = parts.buffers()
         self._weights = torch.tensor([label.weight for label in config.features.labels.values()], device=runtime.device)
         self._mark: Callable[[str | None], None] = meter.mark
-        names = getattr(parts.guard, "recording", tuple)
-        self._captured = Captured(config.features, runtime.device, names) if capture else None
+        self._captured: Captured | None = None
+        self.forget()
         if capture and not self._cuts and parts.tables is not None:
             parts.tables.small_dense = True  # type: ignore[attr-defined]
         self._table_norm = torch.zeros((), device=runtime.device)
@@ -113,6 +113,12 @@ class TrainStep:
         elif self.parts.tables is not None and not self._whole_tables:
             self.parts.tables.set_learning_rate(table_lr)  # type: ignore[attr-defined]
         return lr
+
+    def forget(self) -> None:
+        """Give up what was recorded, and its memory: a later step is recorded anew."""
+        if self.config.train.capture:
+            names = getattr(self.parts.guard, "recording", tuple)
+            self._captured = Captured(self.config.features, self.runtime.device, names)
 
     @property
     def looks_ahead(self) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from gem_core.bench.ceilings import Ceilings
 from gem_kernels.bench.attention_peers import PEERS
 from gem_kernels.bench.attention_rows import Data
-from gem_kernels.bench.timing import Ceilings
 
 _SHARES = {"forward": (0.75, 0.80, 0.60), "backward": (0.60, 0.65, 0.50)}
 """Of the matrix product rate, of the byte floor, of the floor that binds."""

@@ -18,11 +18,12 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
+from gem_core.bench.ceilings import Ceilings, ceilings
 from gem_core.ops.contracts import contracts
 from gem_kernels.bench._dense_rows import ROWS, Case, Named, Row
 from gem_kernels.bench.report import environment, say, write
 from gem_kernels.bench.settings import Settings, compile_ahead
-from gem_kernels.bench.timing import Ceilings, capture, ceilings, interleaved_ms, peak_bytes, relative_error, release, stream
+from gem_kernels.bench.timing import capture, interleaved_ms, peak_bytes, relative_error, release, stream
 from gem_kernels.triton import specs
 from gem_kernels.triton.common import tune
 from gem_kernels.triton.common.launch import compile_only
@@ -47,9 +48,9 @@ def run(settings: Settings) -> None:
     jobs = [(r.name, pass_, impl, settings.tune) for r in rows for pass_ in ("forward", "backward") for impl in settings.impls]
     compile_ahead(jobs, _compile_row, settings.workers)
     say(f"compiled ahead: {time.monotonic() - started:.0f} s")
-    limits = ceilings()
-    say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s, copy {limits.copy:.2f} TB/s")
-    about = environment(settings.command, gemm_tflops=limits.gemm, copy_tbs=limits.copy)
+    limits = ceilings(torch.device("cuda"))
+    say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s (best {limits.best_gemm:.0f}), copy {limits.copy:.2f} TB/s")
+    about = environment(settings.command, gemm_tflops=limits.gemm, best_gemm_tflops=limits.best_gemm, copy_tbs=limits.copy)
     data: dict[str, Any] = {"environment": about, "results": [], "tuned": []}
     for row in rows:
         if time.monotonic() - started > settings.budget:

@@ -6,20 +6,11 @@ import functools
 import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Run = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """``gemm`` in TFLOP/s (bf16, 8192 cubed), ``copy`` in TB/s (bytes read plus written, 2 GiB each way)."""
-
-    gemm: float
-    copy: float
 
 
 @functools.lru_cache(maxsize=1)
@@ -74,24 +65,6 @@ def _elapsed(run: Run, repeats: int) -> float:
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) / repeats
-
-
-def ceilings() -> Ceilings:
-    """Measure both ceilings on random data."""
-    return Ceilings(_gemm_tflops(), _copy_tbs())
-
-
-def _gemm_tflops(n: int = 8192) -> float:
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    c = torch.empty_like(a)
-    return 2 * n**3 / median_ms(capture(lambda: torch.mm(a, b, out=c))) * 1e-9
-
-
-def _copy_tbs(size: int = 1 << 31) -> float:
-    source = torch.randn(size // 4, device="cuda")
-    target = torch.empty_like(source)
-    # A kernel, not copy_: in a captured graph that becomes a memcpy node, which the copy engine runs at about two thirds of the rate.
-    return 2 * size / median_ms(capture(lambda: torch.neg(source, out=target))) * 1e-9
 
 
 def release() -> None:

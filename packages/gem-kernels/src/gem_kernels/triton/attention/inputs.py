@@ -102,11 +102,6 @@ class Inputs:
             return (None,) * 8
         return t.position, t.time, t.index, self.bias_time_edges, self.q_times, self.k_times, t.q_times, t.k_times
 
-    @property
-    def row_block(self) -> int:
-        """Rows of a tile of the row-wise kernels."""
-        return 16 if max(self.plan.d_pad, self.plan.dv_pad) > 128 else 32
-
 
 def row_strides(*tensors: Tensor | None) -> list[int]:
     """stride(0), stride(1) of each; zeros for an absent one."""

@@ -24,7 +24,7 @@ from gem_kernels.triton.attention.backward_shared import attention_bwd_shared_ke
 from gem_kernels.triton.attention.bias_tables import PAD
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, dense_columns, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
-from gem_kernels.triton.attention.rows import attention_bwd_own_kernel, attention_delta_kernel
+from gem_kernels.triton.attention.rows import OWN_PARTS, OWN_ROWS, attention_bwd_own_kernel, attention_delta_kernel
 from gem_kernels.triton.attention.tiles import descriptor, tma_fits
 from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
@@ -255,15 +255,14 @@ class _Backward:
         to_k, to_v = dk, dv
         if p.shared:
             to_k, to_v = (_like(x.target_k), _like(x.target_v)) if self.need_targets else (None, None)
-        tiles = x.q_tiles(x.row_block)
         launch(
-            attention_bwd_own_kernel, (grid_size(tiles.bound, p.kv_heads, 0, x.info.sms),), x.device,
+            attention_bwd_own_kernel, (x.batch * p.kv_heads * OWN_PARTS,), x.device,
             x.q, self.out, self.dout, self.lse, self.ds_own, to_k, to_v,
             x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.target_v, x.kv_index, *x.own_bias_args(), x.act_ids,
-            tiles.tiles, tiles.count,
             *row_strides(x.q, self.out, self.dout, to_k, to_v, x.target_k, x.target_v), *bias_strides(x),
             x.batch, x.out_rows, x.radius, x.edges, p.scale, self.ds_scale, self.dv_scale, self.delta_scale,
-            **p.constants(x.info.nvidia, "PRECISION", "CAUSAL", "WINDOW"), TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
+            **p.constants(x.info.nvidia, "PRECISION", "CAUSAL", "WINDOW"), TIME_STEPS=x.time_steps, BLOCK_M=OWN_ROWS, PARTS=OWN_PARTS,
+            num_warps=4,
         )  # fmt: skip
         return (to_k, to_v) if p.shared else (None, None)
 

@@ -11,7 +11,7 @@ from gem_kernels.triton.attention.forward import attention_fwd_kernel
 from gem_kernels.triton.attention.forward_resident import attention_fwd_resident_kernel
 from gem_kernels.triton.attention.inputs import Inputs, bias_strides, choose_and_run, descriptors, grid_size, row_strides
 from gem_kernels.triton.attention.plan import Plan, plan
-from gem_kernels.triton.attention.rows import attention_fwd_own_kernel
+from gem_kernels.triton.attention.rows import OWN_PARTS, OWN_ROWS, attention_fwd_own_kernel
 from gem_kernels.triton.attention.tiles import tma_fits
 from gem_kernels.triton.common.configs import Config
 from gem_kernels.triton.common.launch import launch
@@ -77,12 +77,11 @@ def _own_scores(x: Inputs) -> Tensor:
     """``[H, rows]`` fp32: every candidate's score with its own key; other rows are not set."""
     p = x.plan
     own = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device)
-    tiles = x.q_tiles(x.row_block)
     launch(
-        attention_fwd_own_kernel, (grid_size(tiles.bound, p.heads, 0, x.info.sms),), x.device,
-        x.q, own, x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.kv_index, *x.own_bias_args(), tiles.tiles, tiles.count,
+        attention_fwd_own_kernel, (x.batch * p.heads * OWN_PARTS,), x.device,
+        x.q, own, x.q_offsets, x.k_offsets, x.num_targets, x.target_k, x.kv_index, *x.own_bias_args(),
         *row_strides(x.q, x.target_k), *bias_strides(x), x.out_rows, x.radius, x.edges, p.scale,
-        H=p.heads, GROUP=p.group, D=p.d, D_PAD=p.d_pad, TIME_STEPS=x.time_steps, BLOCK_M=x.row_block, num_warps=4,
+        H=p.heads, GROUP=p.group, D=p.d, D_PAD=p.d_pad, TIME_STEPS=x.time_steps, BLOCK_M=OWN_ROWS, PARTS=OWN_PARTS, num_warps=4,
     )  # fmt: skip
     return own
 

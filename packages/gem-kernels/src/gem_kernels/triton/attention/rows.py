@@ -3,6 +3,8 @@
 - A candidate's own pair (i, i) belongs to no tile of history keys. Forward: its score ``own [H, rows]``, scaled and biased. Backward: its
   dS in ``ds_own [H, rows]``, and the gradients of the own key and value, dk = dS q and dv = P dO, summed over the heads of a group.
 - delta = rowsum(O ∘ dO), for backward schemes whose query side does not compute it on the way.
+
+Candidates are the last rows of a sample. PARTS programs for every sample and head take blocks of these rows in turn.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from gem_kernels.triton.attention.masks import sample_geometry
 from gem_kernels.triton.attention.tiles import load_own, load_rows, zero_slack
 
 LOG2E = tl.constexpr(1.4426950408889634)
+OWN_ROWS = 16
+"""Candidates that are worked on at a time; more of them take so many registers that few programs share an SM."""
+OWN_PARTS = 4
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -39,30 +44,27 @@ def attention_delta_kernel(
 def attention_fwd_own_kernel(
     q, own, q_offsets, k_offsets, num_targets, target_k, kv_index,
     bias_position, bias_time, time_edges, q_times, k_times,
-    tiles, tile_count,
     stride_qn, stride_qh, stride_tkn, stride_tkh, stride_bp, stride_bt,
     rows: tl.int64, radius, edges, scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TIME_STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    total = tl.load(tile_count) * H
-    for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        head = item % H
-        entry = tl.load(tiles + item // H)
-        sample = (entry >> 32).to(tl.int32)
-        m0 = (entry & 0xFFFFFFFF).to(tl.int32) * BLOCK_M
-        q_row, out_row, lq, k_row, h, t, _c = sample_geometry(sample, q_offsets, k_offsets, num_targets, None, kv_index, 0)
-        if m0 + BLOCK_M > lq - t:
-            i = m0 + tl.arange(0, BLOCK_M)
-            candidate = (i >= lq - t) & (i < lq)
-            own_row = q_row if kv_index is not None else k_row + h - (lq - t)
-            q_tile = load_rows(q, q_row, m0, lq, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, False).to(tl.float32)
-            k_own = load_own(target_k, own_row, i, candidate, head // GROUP, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
-            score = tl.sum(q_tile * k_own, 1) * scale
-            score += own_bias(
-                head, own_row, q_row, i, candidate, bias_position, bias_time, time_edges, q_times, k_times,
-                stride_bp, stride_bt, radius, edges, TIME_STEPS, kv_index is not None,
-            )  # fmt: skip
-            tl.store(own + head.to(tl.int64) * rows + out_row + i, score, candidate)
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % H
+    sample = tl.program_id(0) // (PARTS * H)
+    q_row, out_row, lq, k_row, h, t, _c = sample_geometry(sample, q_offsets, k_offsets, num_targets, None, kv_index, 0)
+    own_row = q_row if kv_index is not None else k_row + h - (lq - t)
+    for m0 in range(lq - t + part * BLOCK_M, lq, PARTS * BLOCK_M):
+        i = m0 + tl.arange(0, BLOCK_M)
+        candidate = i < lq
+        q_tile = load_rows(q, q_row, m0, lq, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, False).to(tl.float32)
+        k_own = load_own(target_k, own_row, i, candidate, head // GROUP, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
+        score = tl.sum(q_tile * k_own, 1) * scale
+        score += own_bias(
+            head, own_row, q_row, i, candidate, bias_position, bias_time, time_edges, q_times, k_times,
+            stride_bp, stride_bt, radius, edges, TIME_STEPS, kv_index is not None,
+        )  # fmt: skip
+        tl.store(own + head.to(tl.int64) * rows + out_row + i, score, candidate)
 
 
 @triton.jit(do_not_specialize=["batch", "rows", "radius", "edges"])
@@ -70,13 +72,12 @@ def attention_bwd_own_kernel(
     q, out, dout, lse, ds_own, dk, dv,
     q_offsets, k_offsets, num_targets, target_k, target_v, kv_index,
     bias_position, bias_time, time_edges, q_times, k_times, act_ids,
-    tiles, tile_count,
     stride_qn, stride_qh, stride_on, stride_oh, stride_don, stride_doh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
     stride_tkn, stride_tkh, stride_tvn, stride_tvh, stride_bp, stride_bt,
     batch, rows: tl.int64, radius, edges, scale, ds_scale, dv_scale, delta_scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, ACT: tl.constexpr, ACT_SET: tl.constexpr, FAST: tl.constexpr, TIME_STEPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dk, dv (None: not wanted) are the gradients of the rows that hold the candidates: those of target_k, target_v under request sharing,
     where every other row becomes zero, and otherwise the last rows of each sample of k, v."""
@@ -85,18 +86,17 @@ def attention_bwd_own_kernel(
     if SHARED and dk is not None:
         zero_slack(dk, q_offsets, batch, rows, stride_dkn, stride_dkh, HKV, D, D_PAD)
         zero_slack(dv, q_offsets, batch, rows, stride_dvn, stride_dvh, HKV, DV, DV_PAD)
-    total = tl.load(tile_count) * HKV
-    for item in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        kv_head = item % HKV
-        entry = tl.load(tiles + item // HKV)
-        sample = (entry >> 32).to(tl.int32)
-        m0 = (entry & 0xFFFFFFFF).to(tl.int32) * BLOCK_M
-        q_row, out_row, lq, k_row, h, t, _c = sample_geometry(sample, q_offsets, k_offsets, num_targets, None, kv_index, 0)
+    part = tl.program_id(0) % PARTS
+    kv_head = tl.program_id(0) // PARTS % HKV
+    sample = tl.program_id(0) // (PARTS * HKV)
+    q_row, out_row, lq, k_row, h, t, _c = sample_geometry(sample, q_offsets, k_offsets, num_targets, None, kv_index, 0)
+    own_row = q_row if SHARED else k_row + h - (lq - t)
+    first = 0 if SHARED else lq - t
+    for m0 in range(first + part * BLOCK_M, lq, PARTS * BLOCK_M):
         i = m0 + tl.arange(0, BLOCK_M)
         candidate = (i >= lq - t) & (i < lq)
         dk_acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
         dv_acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-        own_row = q_row if SHARED else k_row + h - (lq - t)
         if m0 + BLOCK_M > lq - t:
             k_own = load_own(target_k, own_row, i, candidate, kv_head, stride_tkn, stride_tkh, D, D_PAD).to(tl.float32)
             v_own = load_own(target_v, own_row, i, candidate, kv_head, stride_tvn, stride_tvh, DV, DV_PAD).to(tl.float32)
@@ -126,10 +126,9 @@ def attention_bwd_own_kernel(
                 dk_acc += ds[:, None] * q_tile
                 dv_acc += tl.where(candidate, prob, 0.0)[:, None] * do_tile
         if dk is not None:
-            written = (i < lq) if SHARED else candidate
             cd = tl.arange(0, D_PAD)
             cv = tl.arange(0, DV_PAD)
             to_k = dk + kv_head.to(tl.int64) * stride_dkh + (own_row + i)[:, None] * stride_dkn + cd[None, :]
             to_v = dv + kv_head.to(tl.int64) * stride_dvh + (own_row + i)[:, None] * stride_dvn + cv[None, :]
-            tl.store(to_k, (dk_acc * ds_scale).to(dk.dtype.element_ty), written[:, None] & (cd < D)[None, :])
-            tl.store(to_v, (dv_acc * dv_scale).to(dv.dtype.element_ty), written[:, None] & (cv < DV)[None, :])
+            tl.store(to_k, (dk_acc * ds_scale).to(dk.dtype.element_ty), (i < lq)[:, None] & (cd < D)[None, :])
+            tl.store(to_v, (dv_acc * dv_scale).to(dv.dtype.element_ty), (i < lq)[:, None] & (cv < DV)[None, :])

@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional as F
 
 import gem_core
-from gem_core.config import config_from_dict
+from gem_core.config import Features, config_from_dict
 from gem_core.errors import ConfigError, DataError
 from gem_core.export.package import export_run
 from gem_core.model.loss import label_weights, task_loss
+from gem_core.model.retrieval import NextItems
 from gem_core.plugins import manager
 from gem_core.sources.contract import TRUE_PROBABILITY
 from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource, synthetic_features
@@ -187,3 +188,18 @@ def test_a_prediction_that_is_no_probability_ends_the_run(value: float):
     batch.columns[TEACHER["ctr"]][3] = value
     with pytest.raises(DataError, match="is no probability"):
         list(Taught([batch], TEACHER))
+
+
+def test_what_the_trainer_tells_a_source_reaches_the_one_inside():
+    class Log:
+        following, progress, partitions = 0, None, ("a", "b")
+
+        def __iter__(self):
+            return iter(())
+
+    inner = Log()
+    for source in (Taught(inner, TEACHER), NextItems(Taught(inner, TEACHER), Features())):
+        source.following, source.progress = 3, len
+        assert (inner.following, inner.progress, source.following, source.partitions) == (3, len, 3, ("a", "b"))
+        assert not hasattr(source, "hashed")
+        inner.following = 0

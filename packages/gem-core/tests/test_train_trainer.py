@@ -6,7 +6,9 @@ import importlib.util
 import json
 import re
 import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ from gem_core import plugins
 from gem_core.errors import CheckpointError, ConfigError, NumericsError, RunError
 from gem_core.metrics.contract import Value
 from gem_core.train import trainer
+from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.pack import load_packed
+from gem_core.train.step import Outcomes
 from gem_core.train.trainer import Trainer
 
 
@@ -291,6 +295,60 @@ def test_non_finite_gradients_after_a_finite_loss_stop_even_when_skipping(tmp_pa
     assert all(torch.isfinite(v).all() for v in poison.last.values())
 
 
+def test_what_is_known_late_is_known_when_a_run_stops(tmp_path, monkeypatch):
+    """As on a device, whose outcomes the host learns of some steps later."""
+
+    def late(device):
+        outcomes = Outcomes(device)
+        outcomes.lag = 2
+        return outcomes
+
+    class Stop:
+        def on_step(self, run, record):
+            if run.step == 5:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(trainer, "Outcomes", late)
+    result = train(tmp_path / "run", train={"steps": 20, "log_every": 100}, callbacks=[Stop()])
+    assert (result.status, result.samples) == ("interrupted", result.steps * 32)
+    monkeypatch.undo()
+    assert train(tmp_path / "run", resume=True, train={"steps": 20, "log_every": 100}).samples == 20 * 32
+
+
+def test_a_checkpoint_that_is_written_behind_training_holds_what_was_then(tmp_path, monkeypatch):
+    begun, kept = threading.Event(), {}
+    publish = CheckpointStore.publish
+
+    def later(store, step, folder, **what):
+        if step == 4:
+            assert begun.wait(20)  # three steps on
+            kept.update(what["shared"])
+        return publish(store, step, folder, **what)
+
+    class Counts:
+        def __init__(self):
+            self.state = {"steps": 0}
+
+        def on_step(self, run, record):
+            self.state["steps"] += 1
+            if run.step == 7:
+                begun.set()
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = dict(state)
+
+    train(tmp_path / "four", train={"steps": 4, "log_every": 1})
+    monkeypatch.setattr(CheckpointStore, "publish", later)
+    behind = {"steps": 8, "log_every": 100, "checkpoint_every": 4, "checkpoint_async": True}
+    train(tmp_path / "behind", train=behind, callbacks=[Counts()])
+    assert kept["callbacks"] == {"given 0": {"steps": 4}}
+    assert kept["window"]["weight"] == 4 * 32
+    assert kept["window"]["loss"] == pytest.approx(32 * sum(x[1] for x in losses(tmp_path / "four")), rel=1e-6)
+
+
 # Evaluation decides
 
 
@@ -307,6 +365,25 @@ def test_early_stop_and_restore_best(tmp_path):
     assert result.summary["best_step"] == best["step"]
     assert result.tasks["ctr"] == best["tasks"]["ctr"]
     final, kept = _tensors(tmp_path / "run", result.steps), _tensors(tmp_path / "run", best["step"])
+    assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
+
+
+def test_the_best_parameters_are_kept_of_a_run_that_was_stopped_at_its_last_step(tmp_path):
+    class Stop:
+        def on_step(self, run, record):
+            if run.step == 39:
+                signal.raise_signal(signal.SIGTERM)
+
+    overfit = {
+        "train": {"steps": 40, "optimizer": {"lr": 0.05}, "tables": {"lr": 0.5}, "log_every": 100},
+        "data": {"toy": {"rows": 64}},
+        "eval": {"every": 5, "restore_best": True, "monitor": "ctr.logloss"},
+    }
+    run = tmp_path / "run"
+    assert train(run, callbacks=[Stop()], **overfit).status == "interrupted"
+    result = train(run, resume=True, **overfit)
+    assert result.summary["best_step"] < 40
+    final, kept = _tensors(run, 40), _tensors(run, result.summary["best_step"])
     assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
 
 

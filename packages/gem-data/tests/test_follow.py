@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from itertools import islice
@@ -15,9 +16,10 @@ import torch
 
 from gem_core import load_config, train
 from gem_core.config.features import Features
-from gem_core.errors import ConfigError, DataError
+from gem_core.errors import ConfigError, DataError, GemError
 from gem_core.testing.sources import ids_of
 from gem_core.train.offline import loaded_run
+from gem_core.train.watchdog import Watchdog
 from gem_data.config import FollowConfig
 from gem_data.spec import build_follow
 
@@ -208,6 +210,56 @@ def test_each_partition_is_evaluated_before_it_is_trained_on(folder, tmp_path):
     train(load_config(path, {"train.steps": 7}), run_dir=tmp_path / "parts", quiet=True)
     train(load_config(path), run_dir=tmp_path / "parts", resume=True, quiet=True)
     assert [e for e in evaluations("parts") if e[1]] == [e for e in whole if e[1]]
+
+
+@pytest.mark.parametrize(("accumulate", "fails_at"), [(1, 6), (2, 4)])
+def test_a_run_that_fails_behind_a_border_evaluates_each_partition_once(folder, tmp_path, accumulate, fails_at):
+    """A checkpoint may stand between two partitions, or a step hold the last batch of one and the first of the next."""
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder).replace("checkpoint_every = 3", "checkpoint_every = 1"))
+    options = {"train.accumulate": accumulate}
+
+    class Fails:
+        def on_step(self, run, record):
+            if run.step == fails_at:
+                raise ValueError("out of luck")
+
+    def evaluations(run):
+        records = [json.loads(line) for line in (tmp_path / run / "eval.jsonl").read_text().splitlines()]
+        return [(r["step"], r["partition"], r["tasks"]["click"]["ne"]) for r in records if "partition" in r]
+
+    train(load_config(path, options), run_dir=tmp_path / "whole", quiet=True)
+    assert [(step * accumulate // 5, name) for step, name, _ in evaluations("whole")] == [
+        (0, "hour=01"),
+        (0 if accumulate == 2 else 1, "hour=02"),
+        (2, "hour=03"),
+    ]
+    with pytest.raises(GemError, match="out of luck"):
+        train(load_config(path, options), run_dir=tmp_path / "parts", quiet=True, callbacks=[Fails()])
+    train(load_config(path, options), run_dir=tmp_path / "parts", resume=True, quiet=True)
+    assert evaluations("parts") == evaluations("whole")
+
+
+def test_a_run_that_waits_for_a_partition_lives_and_stops_when_it_is_told_to(folder, tmp_path, monkeypatch):
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder).replace("idle_s = 0\n", "poll_s = 60\n"))
+    signs = []
+    monkeypatch.setattr(Watchdog, "progress", lambda self: signs.append(time.monotonic()))
+    stop = threading.Timer(4, signal.raise_signal, (signal.SIGTERM,))
+
+    class Begins:
+        def on_step(self, run, record):
+            if run.step == 15:
+                stop.start()
+
+    started = time.monotonic()
+    result = train(load_config(path), run_dir=tmp_path / "run", quiet=True, callbacks=[Begins()])
+    assert (result.status, result.steps) == ("interrupted", 15)
+    assert time.monotonic() - started < 40
+    assert max(b - a for a, b in zip(signs, signs[1:])) < 3, "waiting gave no sign of life"
+    add(folder, 4)
+    more = train(load_config(path, {"train.steps": 20}), run_dir=tmp_path / "run", resume=True, quiet=True)
+    assert (more.status, more.steps) == ("finished", 20)
 
 
 def test_rows_are_given_back_alike_when_a_run_is_gone_on_with(tmp_path):

@@ -18,19 +18,21 @@ class Some:
     """``count`` batches of three samples, then a failure if ``fails``."""
 
     def __init__(self, count, fails=False):
-        self.count, self.fails = count, fails
+        self.count, self.fails, self.at = count, fails, 0
 
     def __iter__(self):
-        for i in range(self.count):
-            yield random_batch(sample_features(), 3, seed=i)
+        while self.at < self.count:
+            self.at += 1
+            yield random_batch(sample_features(), 3, seed=self.at)
         if self.fails:
             raise DataError("row 7 is broken")
+        self.at = 0
 
     def state_dict(self):
-        return {}
+        return {"at": self.at}
 
     def load_state_dict(self, state):
-        pass
+        self.at = state["at"]
 
 
 def read(rank, world, task):
@@ -44,6 +46,26 @@ def read(rank, world, task):
     except GemError as error:
         return {"sizes": sizes, "error": f"{type(error).__name__}: {error.what}", "dtypes": sorted(dtypes)}
     return {"sizes": sizes, "error": "", "dtypes": sorted(dtypes)}
+
+
+def read_on(rank, world, task):
+    """What is read from the ``task["after"]``-th batch on, by feeds that begin there."""
+    runtime = Runtime(torch.device("cpu"), rank, world)
+
+    def feed():
+        return Feed(Some(task["counts"][rank]), torch.device("cpu"), 1, runtime=runtime)
+
+    whole = list(feed())
+    resumed = feed()
+    resumed.load_position(whole[task["after"] - 1].position)
+    rest = list(resumed)
+    assert [str(f.host.validate().dense.dtype) for f in rest] == ["torch.float32"] * len(rest)
+    return [f.host.size for f in rest], [f.host.size for f in whole[task["after"] :]]
+
+
+def test_going_on_where_only_other_ranks_have_more(tmp_path):
+    for rest, whole in run_processes(3, read_on, {"counts": (4, 2, 2), "after": 3}, tmp_path):
+        assert rest == whole
 
 
 def test_a_rank_with_fewer_batches_gives_empty_ones_until_the_last_has_ended(tmp_path):

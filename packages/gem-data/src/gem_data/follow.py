@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -63,6 +63,8 @@ class Following:
         self._known: set[str] | None = None
         self._blocked: list[str] = []
         self._told: tuple[str, bool] | None = None
+        self.progress: Callable[[], bool] = lambda: False
+        """Is called while a partition is waited for; see `gem_core.sources.contract.Source`."""
 
     def partition_source(self, name: str) -> Any:
         """The rows of one partition in the order of its files, as an evaluation split."""
@@ -106,7 +108,7 @@ class Following:
         return source
 
     def _next(self) -> str | None:
-        """The next partition to read, waited for; None: there is none to come."""
+        """The next partition to read, waited for; None: there is none to come, or the run is to stop."""
         config, since = self.config, time.monotonic()
         while True:
             names = self._complete()
@@ -120,7 +122,15 @@ class Following:
             self._note_blocked(ends)
             if ends:
                 return None
-            time.sleep(config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s))
+            if self._is_ended(config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s)):
+                return None
+
+    def _is_ended(self, seconds: float) -> bool:
+        """Wait for so long; whether the run is to stop."""
+        end = time.monotonic() + seconds
+        while not (stops := self.progress()) and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+        return stops
 
     def _note_late(self, names: list[str]) -> None:
         """Say which partitions below the watermark were not there when their turn was."""

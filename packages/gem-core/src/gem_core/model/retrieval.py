@@ -26,7 +26,7 @@ from gem_core.model.history import History
 from gem_core.model.loss import target_weights
 from gem_core.model.retrieval_loss import Draw, NegativeSampler, position_losses
 from gem_core.model.tables import sequence_of, sparse_group, table_set
-from gem_core.sources.contract import Source
+from gem_core.sources.contract import Source, Wrapped
 
 TASK = "next_item"
 """Name of the task in results."""
@@ -77,15 +77,13 @@ def next_items(batch: Batch, features: Features) -> Batch:
     return replace(batch, targets=targets, target_mask=mask)
 
 
-class NextItems:
+class NextItems(Wrapped):
     """A training source whose batches have gone through `next_items`; without the items that users had before, which only a ranking asks
     for."""
 
     def __init__(self, source: Source, features: Features) -> None:
-        self.source, self.features = source, features
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
+        super().__init__(source)
+        self.features = features
 
     def __iter__(self) -> Iterator[Batch]:
         return (self._unseen(next_items(batch, self.features)) for batch in self.source)
@@ -97,12 +95,6 @@ class NextItems:
         kept = [key for key in sparse.keys if key != seen]
         weights = None if sparse.weights is None else {key: sparse.jagged(key, sparse.weights).values for key in kept}
         return replace(batch, sparse=SparseGroup.from_jagged({key: sparse[key] for key in kept}, weights))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.source.load_state_dict(state)
 
 
 def following_items(batch: Batch, features: Features, *, checked: bool = False) -> Tensor:

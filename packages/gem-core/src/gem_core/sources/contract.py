@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from gem_core.batch import Batch
@@ -24,7 +24,9 @@ class Source(Protocol):
     "text", what the column of its hashed ids holds (both columns of a cross), since the integer 7 and the text "7" become different ids:
     the run keeps that, and evaluation, prediction and serving refuse the other. It may have ``following: int | None``, which the trainer
     sets before an iteration begins: how many will come after it, None without end; the source may then read ahead into them, and
-    ``close()`` ends that. What it reads ahead changes neither its state nor its batches.
+    ``close()`` ends that. What it reads ahead changes neither its state nor its batches. One that waits for data may have ``progress``,
+    which the trainer sets and which it calls once a second or so while it waits: the run's watchdog does not take it for stuck then, and
+    where the answer is True, it ends the iteration, to go on from there when the run is resumed.
     """
 
     def __iter__(self) -> Iterator[Batch]: ...
@@ -32,3 +34,35 @@ class Source(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Wrapped:
+    """A source whose batches are changed on their way, in ``__iter__`` of a subclass; all else is that of ``source``."""
+
+    source: Source
+    progress: Callable[[], bool]
+    following: int | None
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not set yet, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the trainer sets is meant for the source."""
+        if name in ("following", "progress"):
+            setattr(self.source, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.source.load_state_dict(state)

@@ -161,7 +161,7 @@ def build_source(resolved: ResolvedConfig, split: str, runtime: Runtime) -> Sour
 
 def hashed_of(source: Source) -> dict[str, list[str]]:
     """What the source tells of its columns of hashed ids; see `Source`."""
-    return dict(getattr(getattr(source, "source", source), "hashed", {}))
+    return dict(getattr(source, "hashed", {}))
 
 
 def check_hashed(source: Source, trained: Mapping[str, list[str]]) -> None:

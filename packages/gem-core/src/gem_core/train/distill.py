@@ -33,7 +33,7 @@ from gem_core.model.base import RankingModel
 from gem_core.model.heads import TaskHeads
 from gem_core.model.layers import Mlp
 from gem_core.model.loss import batch_total, label_weights, sample_weights
-from gem_core.sources.contract import Source
+from gem_core.sources.contract import Source, Wrapped
 
 
 class _Scaled(torch.autograd.Function):
@@ -151,20 +151,15 @@ def _checked(config: Config) -> Distill | None:
     return distill
 
 
-class Taught:
+class Taught(Wrapped):
     """A training source whose batches hold the teacher's probabilities.
 
     :raises DataError: one is missing, not a number, or outside [0, 1].
     """
 
     def __init__(self, source: Source, teacher: Mapping[str, str]) -> None:
-        self.source, self.teacher = source, teacher
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
+        super().__init__(source)
+        self.teacher = teacher
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.source:
@@ -178,9 +173,3 @@ class Taught:
                         fix="write it with 'gemrec predict' (TASK_probability), for every row",
                     )
             yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.source.load_state_dict(state)

@@ -41,6 +41,7 @@ class Feed:
 
     :param flops: model FLOPs of one training step on a host batch, or None.
     :param runtime: the ranks that go through their sources together; None: this one alone.
+    :param stops: whether the run is to stop; asked where a source waits for data, of one rank that is alone: several must end together.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Feed:
         epochs: int | None = 1,
         flops: Callable[[Batch], float] | None = None,
         runtime: Runtime | None = None,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.runtime = runtime if runtime is not None and runtime.world > 1 else None
         self._progress: Callable[[], None] = (lambda: None) if runtime is None else runtime.progress
+        self._stops = stops if self.runtime is None else lambda: False
         self.epoch = 0
         self._resumed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -90,7 +93,8 @@ class Feed:
             except GemError as error:
                 failure = error
             self._progress()
-            having, failed = self.runtime.count([host is not None, failure is not None])
+            last = last if host is None else host
+            having, failed, lacking = self.runtime.count([host is not None, failure is not None, last is None])
             if failure is not None:
                 raise failure
             if failed:
@@ -101,9 +105,11 @@ class Feed:
                 )
             if not having:
                 return
-            last = last if host is None else host
+            if lacking:  # a run that goes on where only others had more
+                shapes = self.runtime.gather_objects(None if last is None else last.select_range(0, 0).map(torch.clone))
+                last = next(shape for shape in shapes if shape is not None) if last is None else last
             if host is None:
-                assert last is not None  # a source without any batch has failed above
+                assert last is not None
                 host = last.select_range(0, 0)
             work = self.runtime.numbers(self._work(host))
             yield host, max(work) * len(work) / sum(work) if sum(work) else 1.0
@@ -120,6 +126,8 @@ class Feed:
                 self.source.close()  # type: ignore[attr-defined]
 
     def _epochs(self) -> Iterator[Batch]:
+        if hasattr(self.source, "progress"):
+            self.source.progress = self._waits  # type: ignore[attr-defined]
         while self.epochs is None or self.epoch < self.epochs:
             batches = 0
             if hasattr(self.source, "following"):
@@ -129,13 +137,17 @@ class Feed:
                 yield host
             self.epoch += 1
             # A source resumed at the very end of an epoch yields nothing, once.
-            if not batches and not self._resumed:
+            if not batches and not self._resumed and not self._stops():
                 raise DataError(
                     "the data source yields no batch for this split",
                     where="data",
                     fix="check its paths, filters and split; with drop_last a split smaller than one batch is dropped whole",
                 )
             self._resumed = False
+
+    def _waits(self) -> bool:
+        self._progress()
+        return self._stops()
 
     def _take(self, host: Batch, device_batch: Batch | None, imbalance: float | None) -> Fed:
         position = {"epoch": self.epoch, "source": self.source.state_dict()}

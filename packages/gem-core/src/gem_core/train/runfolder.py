@@ -180,10 +180,12 @@ class RunFolder:
             file.write(json.dumps(clean(record)) + "\n")
 
     def trim(self, step: int) -> None:
-        """Drop lines of steps after ``step``: a resumed run writes them again. A line cut short by a crash goes too."""
+        """Drop lines of steps after ``step``, and those of partitions that begin behind it: a resumed run writes them again. A line cut
+        short by a crash goes too."""
         for path in (self.metrics, self.evals, self.decisions):
             if path.is_file():
-                replace_file(path, "".join(json.dumps(r) + "\n" for r in read_lines(path) if r["step"] <= step))
+                kept = (r for r in read_lines(path) if r["step"] < step or (r["step"] == step and "partition" not in r))
+                replace_file(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def _bytes(path: str) -> bytes:

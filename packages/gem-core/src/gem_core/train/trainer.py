@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -137,7 +138,8 @@ class Trainer:
         self.parts = build_parts(self.resolved, rt)
         self.total = agreed_total(rt, total_steps(self.config, source))
         schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
-        self.feed = Feed(source, rt.device, None if train.steps else train.epochs, flops_of(self.parts.model), rt)
+        epochs = None if train.steps else train.epochs
+        self.feed = Feed(source, rt.device, epochs, flops_of(self.parts.model), rt, lambda: self.stop.requested is not None)
         self.meter = Meter(rt.device, peak(device_name(rt.device), self.parts.precisions()))
         self.step = TrainStep(self.parts, self.config, rt, self.meter)
         self.outcomes = Outcomes(rt.device)
@@ -274,14 +276,15 @@ class Trainer:
             if status is not None:
                 return status
             self.watch.note(info.step, "waiting for data")
-        self._take(self.outcomes.ready(all=True))
-        return "finished"
+        stopping = self._take(self.outcomes.ready(all=True))
+        return "interrupted" if stopping or (self.stop.requested and self.runtime.world == 1) else "finished"
 
     def _one(self, batches: Sequence[Fed], following: Fed | None) -> str | None:
         """One step and what is due after it; returns how the run ends if it ends here."""
         info = self.info
         self.meter.mark("data")
-        self._begin_partition(batches[0])
+        for fed in batches:
+            self._begin_partition(fed)
         lr = self.step.set_lr(schedule_factor(self.config.train.schedule, info.step, self.total))
         info.step += 1
         self.watch.note(info.step, "training step")
@@ -313,6 +316,7 @@ class Trainer:
         self._saved(self.saver.finished())
         self._each("on_step", self._log_record(lr) if logs else None)
         if stopping:
+            self._take(self.outcomes.ready(all=True))
             return "interrupted"
         if last:
             return "finished"
@@ -456,8 +460,9 @@ class Trainer:
             "guard": parts.guard.state_dict(),
             "best": self.best.state_dict(),
             "recency": None if self.recency is None else self.recency.state_dict(),
-            "callbacks": {name: callback.state_dict() for name, callback in self.stateful.items()},
-            "window": self.window,
+            # copies, since they are written while training goes on
+            "callbacks": {name: copy.deepcopy(callback.state_dict()) for name, callback in self.stateful.items()},
+            "window": dict(self.window),
             "skipped": [self.skipped, self.skipped_in_a_row],
             "wall_s": self._wall(),
         }
@@ -523,6 +528,7 @@ class Trainer:
                 self._say(f"the best parameters are those of step {self.best.step}")
                 state.load_parameters(self.parts, self.folder.checkpoints.best() or self.folder.checkpoints.load(self.best.step))
                 self._evaluate(final=True)
+                self.saved_at = -1  # what this step's checkpoint holds, if it has one, are not the best parameters
             self._checkpoint()
         else:
             self._checkpoint()

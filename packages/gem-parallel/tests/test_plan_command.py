@@ -84,6 +84,11 @@ def test_plan_of_eight_gpus_with_picture_ranks_and_reasons(config: Path, tmp_pat
     assert parser.open == []
     assert parser.seen.count("svg") == 3
     assert page.count("<rect") > 50
+    assert page.count(">peak ") == page.count(">the GPU: ") == 1
+    lanes = re.findall(r"<b>(\w+)</b>:", page)
+    assert "compute" in lanes
+    assert all(f">{lane}<title>" in page for lane in lanes)
+    assert len(re.findall(r">\d+\.\d [GM]B</text>", page)) >= 3
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -146,8 +151,6 @@ dtype = "fp16"
 unit_mb = 64
 collective = "low-cta"
 schedule = "torchrec"
-[train.callbacks.recompute]
-modules = ["layers.0"]
 """
 
 
@@ -155,7 +158,7 @@ def test_options_of_the_user_are_counted_and_written(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is written is what was planned: its own prediction is the plan's, and nothing that was set gets lost."""
-    monkeypatch.setattr("gem_parallel.plan.report._size", lambda size: f"{size:.0f} B")
+    monkeypatch.setattr("gem_parallel.plan.report.size_text", lambda size: f"{size:.0f} B")
     file, out, again = tmp_path / "own.toml", tmp_path / "plan.json", tmp_path / "again.json"
     file.write_text(config.read_text() + GIVEN)
     base = ["--cluster", H200, "--world", "4", "--lengths", 'law="lognormal", mean=20, max=64']
@@ -168,7 +171,7 @@ def test_options_of_the_user_are_counted_and_written(
     assert section["fsdp"]["prefetch"] == 2
     options = section["gem-2d"]
     assert (options["output"], options["dtype"], options["unit_mb"]) == ("bf16", "fp16", 64)
-    assert "recompute" not in planned["train"]["callbacks"]
+    assert (options["collective"], options["schedule"], options["exchange"]) == ("low-cta", "torchrec", "whole")
     trained = resolve(load_config(out)).sparse
     assert (trained.output, trained.dtype, trained.unit_mb) == ("bf16", "fp16", 64)
     assert main(["plan", str(out), *base, "--given", "--json", str(again)]) == 0

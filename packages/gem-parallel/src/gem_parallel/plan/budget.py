@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+from gem_core.errors import ConfigError
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.program import UnitTimes, part_seconds
 from gem_parallel.plan.workload import Lengths, Unit, Workload
@@ -90,35 +92,84 @@ class Level:
     times: tuple[UnitTimes, ...]
 
 
-def levels(workload: Workload, cluster: Cluster, times: tuple[UnitTimes, ...], rank: Lengths, events: float, count: int = 8) -> list[Level]:
+def levels(
+    workload: Workload,
+    cluster: Cluster,
+    times: tuple[UnitTimes, ...],
+    rank: Lengths,
+    events: float,
+    fixed: Sequence[str] = (),
+    count: int = 8,
+) -> list[Level]:
     """Level 0 recomputes nothing; each further one fits into a smaller budget, down to the least that there is.
 
     :param rank: history lengths ``[1, B]`` of the rank whose ``times`` are given.
     :param events: history events of the fullest rank.
+    :param fixed: patterns of modules that recompute, whatever the budget: there is one level then.
+    :raises ConfigError: ``fixed`` matches other modules than regions of layers.
     """
-    found = [Level((), workload, times)]
     groups = [_options(unit, workload, cluster, rank, events) for unit in workload.units]
+    if fixed:
+        picks = matching(workload.units, fixed)
+        if picks is None:
+            raise ConfigError(
+                "the planner knows what it costs to recompute PFFN, attention, FFN and pooling of layers, and other modules are set",
+                where="train.callbacks.recompute.modules",
+                fix="plan them anew with --free train.callbacks.recompute, or name modules as in layers.*.blocks.*.attention",
+            )
+        return [_level(workload, times, groups, picks)]
+    found = [Level((), workload, times)]
     # The backward pass begins with the last one: what it would make again is there when most is.
     for last in [i for i, unit in enumerate(workload.units) if unit.choices][-1:]:
         groups[last] = groups[last][:1]
     most = sum(group[0][0] for group in groups)
     least = sum(min(size for size, _ in group) for group in groups)
     for i in range(1, count + 1):
-        picks = choose(groups, most - (most - least) * i / count * (1 - 2 * len(groups) / CELLS))
-        if picks is None or all(p == 0 for p in picks):
+        chosen = choose(groups, most - (most - least) * i / count * (1 - 2 * len(groups) / CELLS))
+        if chosen is None or not any(chosen):
             continue
-        modules, units, slower = [], [], []
-        for unit, time, group, pick in zip(workload.units, times, groups, picks):
-            choice = unit.choices[pick - 1] if pick else None
-            kept = choice.saved if choice else unit.saved
-            more: dict[str, Any] = {"again": choice.parts, "launches": unit.launches + choice.launches} if choice else {}
-            units.append(replace(unit, saved=kept, restored=unit.saved - kept, **more))
-            slower.append(replace(time, backward=time.backward + group[pick][1]))
-            modules += [f"layers.{unit.name.removeprefix('layer ')}.{region}" for region in choice.regions] if choice else []
-        level = Level(tuple(modules), replace(workload, units=tuple(units)), tuple(slower))
+        level = _level(workload, times, groups, chosen)
         if level.modules != found[-1].modules:
             found.append(level)
     return found
+
+
+def _level(workload: Workload, times: tuple[UnitTimes, ...], groups: Sequence[Sequence[Option]], picks: Sequence[int]) -> Level:
+    modules, units, slower = [], [], []
+    for unit, time, group, pick in zip(workload.units, times, groups, picks):
+        choice = unit.choices[pick - 1] if pick else None
+        kept = choice.saved if choice else unit.saved
+        more: dict[str, Any] = {"again": choice.parts, "launches": unit.launches + choice.launches} if choice else {}
+        units.append(replace(unit, saved=kept, restored=unit.saved - kept, **more))
+        slower.append(replace(time, backward=time.backward + group[pick][1]))
+        modules += [f"{_home(unit)}.{region}" for region in choice.regions] if choice else []
+    return Level(tuple(modules), replace(workload, units=tuple(units)), tuple(slower))
+
+
+def _home(unit: Unit) -> str:
+    """Name of a layer's module."""
+    return f"layers.{unit.name.removeprefix('layer ')}"
+
+
+def matching(units: Sequence[Unit], patterns: Sequence[str]) -> list[int] | None:
+    """The choice of every unit that recomputes what ``patterns`` match; None where they match other modules than the regions."""
+    picks: list[int] = []
+    used: set[str] = set()
+    for unit in units:
+        again = set()
+        for region in {region for choice in unit.choices for region in choice.regions}:
+            path = f"{_home(unit)}.{region}".split(".")
+            around = [".".join(path[:n]) for n in range(1, len(path))]
+            if any(fnmatchcase(name, pattern) for name in around for pattern in patterns):
+                return None
+            here = {pattern for pattern in patterns if fnmatchcase(".".join(path), pattern)}
+            used |= here
+            again.update([region] if here else [])
+        pick = next((i for i, choice in enumerate(unit.choices, 1) if set(choice.regions) == again), 0)
+        if again and not pick:
+            return None
+        picks.append(pick)
+    return picks if used == set(patterns) else None
 
 
 def _options(unit: Unit, workload: Workload, cluster: Cluster, rank: Lengths, events: float) -> list[Option]:

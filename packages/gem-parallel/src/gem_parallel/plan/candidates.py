@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations, product
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.network import Axes, Group, place, strides
 from gem_parallel.plan.workload import Table, Workload
+from gem_parallel.sparse.layout import BYTES
+
+if TYPE_CHECKING:
+    from gem_parallel.plan.fixed import Fixed
 
 DENSE_ORDER = ("expert", "shard", "replicate")
 """Axes from the innermost, as `gem_core.train.mesh.Mesh` lays ranks out."""
@@ -27,7 +31,8 @@ COLUMNS = 32
 class Dense:
     """``order`` names the axes from the innermost. ``reshard``: gathered layers are freed after forward and gathered again.
     ``collective``: the back end of the gathers. ``hooked``: layers are FSDP's although nobody shares their parameters, as under ``hsdp``
-    with shard groups of one: the host does for them what it does for shared ones."""
+    with shard groups of one: the host does for them what it does for shared ones. ``param_dtype``: the type in which FSDP gathers the
+    layers' parameters; None: that which the layers compute in."""
 
     replicate: int
     shard: int
@@ -36,6 +41,7 @@ class Dense:
     reshard: bool = True
     collective: str = "default"
     hooked: bool = False
+    param_dtype: str | None = None
 
     @property
     def world(self) -> int:
@@ -45,6 +51,10 @@ class Dense:
     def spread(self) -> int:
         """Ranks that hold different pieces of a parameter."""
         return self.shard * self.expert
+
+    def gathered_bytes(self, workload: Workload) -> int:
+        """Of a gathered parameter of a layer."""
+        return workload.compute_bytes if self.param_dtype is None else BYTES[self.param_dtype]
 
     @property
     def strategy(self) -> str:
@@ -160,8 +170,14 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def dense_candidates(workload: Workload, world: int, cluster: Cluster) -> list[Dense]:
-    """All factorisations in all orders, but one of those that sit alike in the network (the one that the mesh can build, if any)."""
+def typed(dense: Dense, workload: Workload) -> Dense:
+    """``dense`` with None for the type that its layers compute in."""
+    return replace(dense, param_dtype=None) if dense.param_dtype == workload.computes_in else dense
+
+
+def dense_candidates(workload: Workload, world: int, cluster: Cluster, fixed: Fixed | None = None) -> list[Dense]:
+    """All factorisations in all orders, but one of those that sit alike in the network (the one that the mesh can build, if any); with
+    what the configuration sets (``fixed``)."""
     spreadable = set(divisors(workload.experts))
     found: dict[object, Dense] = {}
     for expert in divisors(world):
@@ -175,6 +191,11 @@ def dense_candidates(workload: Workload, world: int, cluster: Cluster) -> list[D
                     one = replace(one, collective=COPY_ENGINE)
                 if not reshard and one.spread == 1:
                     continue
+                if fixed is not None:
+                    kept = fixed.dense(one)
+                    if kept is None:
+                        continue
+                    one = typed(kept, workload)
                 seat = tuple(one.group(cluster, *names) for names in (("expert",), ("shard",), ("replicate",), ("shard", "expert")))
                 found.setdefault((replicate, shard, expert, reshard, seat), one)
     return list(found.values())
@@ -191,23 +212,33 @@ def _orders(canonical: tuple[str, ...], *degrees: int) -> Iterator[tuple[str, ..
 
 
 def sparse_candidates(
-    workload: Workload, world: int, cluster: Cluster, only: Sequence[str] = (), widths: Mapping[str, Widths] | None = None
+    workload: Workload,
+    world: int,
+    cluster: Cluster,
+    only: Sequence[str] = (),
+    widths: Mapping[str, Widths] | None = None,
+    fixed: Fixed | None = None,
 ) -> list[Sparse]:
     """All strategies (of the names in ``only``, if any), groups, orders and cuts of the classes of tables, likewise. ``widths``: types that
     the configuration sets, by strategy."""
     if not workload.tables:
         return [Sparse("local", 1, world)]
-    classes = len(table_classes(workload.tables))
+    groups = table_classes(workload.tables)
+    classes = len(groups)
     found: dict[object, Sparse] = {}
 
     def add(one: Sparse) -> None:
-        if not only or one.strategy in only:
-            seat = one.group(cluster, "model"), one.group(cluster, "replica")
-            copied = one.strategy == "gem-2d" and one.exchange == "whole" and cluster.collectives.copy_engine is not None
-            one = replace(one, collective=COPY_ENGINE) if copied and seat[1].uses(0) else one
-            if widths and one.strategy in widths:
-                one = replace(one, element=widths[one.strategy].element, stored=widths[one.strategy].stored)
-            found.setdefault((one.strategy, one.exchange, one.schedule, one.cuts, seat), one)
+        if only and one.strategy not in only:
+            return
+        seat = one.group(cluster, "model"), one.group(cluster, "replica")
+        copied = one.strategy == "gem-2d" and one.exchange == "whole" and cluster.collectives.copy_engine is not None
+        one = replace(one, collective=COPY_ENGINE) if copied and seat[1].uses(0) else one
+        kept = one if fixed is None else fixed.sparse(one, groups)
+        if kept is None:
+            return
+        if widths and one.strategy in widths:
+            kept = replace(kept, element=widths[one.strategy].element, stored=widths[one.strategy].stored)
+        found.setdefault((one.strategy, one.exchange, one.schedule, one.cuts, seat), kept)
 
     add(Sparse("local", 1, world))
     if world == 1:

@@ -29,6 +29,10 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a picture of axes, timeline and memory.")]
 Ranks = Annotated[Path | None, typer.Option("--ranks", metavar="FILE", help="Write a CSV line for every rank.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Say why each neighbour of the plan lost.")]
+Free = Annotated[
+    list[str] | None,
+    typer.Option("--free", metavar="KEY", help="Plan this key (or section, as in parallel) although the file sets it; may be repeated."),
+]
 Given = Annotated[bool, typer.Option("--given", help="Predict the file's own [parallel] section, search nothing.")]
 Measured = Annotated[Path | None, typer.Option("--measured", metavar="FILE", help="Compare with measured steps (JSON list).")]
 Local = Annotated[
@@ -53,6 +57,7 @@ def plan(
     html: Html = None,
     ranks: Ranks = None,
     explain: Explain = False,
+    free: Free = None,
     given: Given = False,
     measured: Measured = None,
     local: Local = None,
@@ -64,17 +69,21 @@ def plan(
     Example: gemrec plan my.toml --cluster cluster.toml --world 4096 --json plan.json --html plan.html --explain
     """
     from gem_core.config.load import plain
+    from gem_core.errors import ConfigError
     from gem_parallel.plan import report
     from gem_parallel.plan.cluster import load_cluster
     from gem_parallel.plan.explain import baselines, neighbours
+    from gem_parallel.plan.fixed import Fixed
     from gem_parallel.plan.measured import compare, comparison_table, load_measurements, local_rates, rates_note
     from gem_parallel.plan.measured import given as estimate_given
     from gem_parallel.plan.picture import page
-    from gem_parallel.plan.search import Space
+    from gem_parallel.plan.search import Plan, Space
     from gem_parallel.plan.search import plan as search
     from gem_parallel.plan.settings import widths
     from gem_parallel.plan.simulate import simulate
 
+    if given and (free or sparse):
+        raise ConfigError("--given plans nothing anew", where="--free" if free else "--sparse", fix="leave one of them out")
     place = load_cluster(cluster)
     place.check_world(world)
     loaded = configuration(config, overrides or [])
@@ -92,16 +101,27 @@ def plan(
         space, chosen = estimate_given(loaded, workload, place, world)
         fastest = chosen
     else:
-        space = Space.build(workload, place, world, sparse=_strategies(sparse), widths=widths(loaded, workload))
-        found = search(space)
-        chosen, fastest = found.runnable, found.best
+        anew = [*(free or ()), *(["parallel.sparse"] if sparse else [])]
+        kept = Fixed.of(loaded, free=anew, now={text.partition("=")[0].strip() for text in overrides or ()})
+
+        names, types = _strategies(sparse), widths(loaded, workload)
+
+        def best(fixed: Fixed) -> Plan:
+            return search(Space.build(workload, place, world, sparse=names, widths=types, fixed=fixed))
+
+        found = best(kept)
+        space, chosen, fastest = found.space, found.runnable, found.best
     simulation = simulate(space.levels[chosen.level].workload, place, chosen.dense, chosen.sparse)
     compared = baselines(space, chosen)
     report.show(report.render(space, chosen, simulation, compared, fastest))
     if uncounted := report.left_out(plain(loaded), space, chosen, searched=not given):
         report.show(uncounted)
+    if not given and kept:
+        report.show(report.kept(space, chosen, best(Fixed()).runnable, config))
     if explain:
         report.show(report.explain_table(neighbours(space, chosen)))
+        if not given and kept:
+            report.show(report.freed_table(space, chosen, {key: best(kept.without(key)).runnable for key in kept.values}))
     if torchrec:
         from gem_parallel.plan.torchrec_check import cross_check
 

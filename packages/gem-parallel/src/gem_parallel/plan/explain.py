@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gem_parallel.plan.candidates import COPY_ENGINE, DENSE_ORDER, SPARSE_ORDER, Dense, Sharding, Sparse, table_classes
+from gem_parallel.plan.grid import size_text
 from gem_parallel.plan.program import compute_times
-from gem_parallel.plan.search import Estimate, Space
+from gem_parallel.plan.search import TIE, Estimate, Space, simplicity
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,24 @@ def _why(space: Space, best: Estimate, other: Estimate) -> str:
     if over > 0:
         ours, theirs = best.memory.at_peak, other.memory.at_peak
         top = max(theirs, key=lambda what: theirs[what] - ours.get(what, 0.0))
-        return f"does not fit: {over / 1e9:.1f} GB too much; {top} {theirs[top] / 1e9:.1f} GB instead of {ours.get(top, 0.0) / 1e9:.1f}"
+        return f"does not fit: {size_text(over)} too much; {top} {size_text(theirs[top])} instead of {size_text(ours.get(top, 0.0))}"
     slower = other.seconds - best.seconds
-    if not (other.dense.runnable and other.sparse.runnable):
-        note = "; the mesh lays ranks out in one order only"
-    else:
-        note = ""
-    if slower < -1e-4 * best.seconds and note:
-        return f"{-slower * 1e3:.2f} ms faster, but cannot be run{note}"
+    note = "" if other.dense.runnable and other.sparse.runnable else "; the mesh cannot lay ranks out so"
+    if slower < -1e-4 * best.seconds:
+        tie = "" if slower < -TIE * best.seconds else f", less than {TIE:.0%}"
+        simple = ", and less simple" if tie and not note and _plain(other) > _plain(best) else ""
+        return f"{-slower * 1e3:,.2f} ms faster{tie}{simple}{note}"
     if slower <= 1e-4 * best.seconds:
-        return "as fast, and no simpler" + note
+        return ("as fast" if note or _plain(other) < _plain(best) else "as fast, and no simpler") + note
     names = dict.fromkeys((*best.breakdown, *other.breakdown))
     changes = {name: other.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names}
     worse = sorted(((d, name) for name, d in changes.items() if d > 0.05 * slower), reverse=True)[:2]
-    parts = ", ".join(f"{name} +{d * 1e3:.2f} ms" for d, name in worse)
-    return f"{slower * 1e3:.2f} ms slower: {parts}{note}"
+    parts = ", ".join(f"{name} +{d * 1e3:,.2f} ms" for d, name in worse)
+    return f"{slower * 1e3:,.2f} ms slower: {parts}{note}"
+
+
+def _plain(one: Estimate) -> tuple[int, int, bool]:
+    return simplicity(one.dense, one.sparse, one.level)
 
 
 def baselines(space: Space, best: Estimate) -> dict[str, Estimate]:

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from rich.table import Table
 
 from gem_core.config import Config, FrozenConfig, config_from_dict, load_config, resolve
 from gem_core.config.base import merged
 from gem_core.config.explain import Origin, validate
 from gem_core.config.load import plain
 from gem_core.errors import ConfigError
+from gem_parallel.plan.budget import matching
 from gem_parallel.plan.cluster import Cluster
+from gem_parallel.plan.fixed import RECOMPUTE, Fixed
+from gem_parallel.plan.grid import Table
 from gem_parallel.plan.search import Estimate, Space
 from gem_parallel.plan.settings import from_parallel, widths
 from gem_parallel.plan.workload import Workload, dealt
@@ -175,10 +177,14 @@ def compare(config: Config, workload: Workload, cluster: Cluster, measurements: 
 def given(config: Config, workload: Workload, cluster: Cluster, world: int) -> tuple[Space, Estimate]:
     """The estimate of a configuration's own ``[parallel]`` section; where it leaves the cut of tables open, the fastest one's."""
     resolved = resolve(config)
-    if getattr(resolved.dense, "param_dtype", None) == "fp32":
-        workload = replace(workload, cast_parameters=False)
     dense, choices = from_parallel(config, resolved.dense, resolved.sparse, workload, world)
-    space = Space.build(workload, cluster, world, widths=widths(config, workload))
+    same: dict[str, Any] = {}
+    if (kind := getattr(resolved.dense, "param_dtype", None)) is not None:
+        same[f"parallel.{config.parallel.dense}.param_dtype"] = kind
+    modules = config.train.callbacks.get("recompute", {}).get("modules", ())
+    if modules and matching(workload.units, modules) is not None:
+        same[RECOMPUTE] = modules
+    space = Space.build(workload, cluster, world, widths=widths(config, workload), fixed=Fixed(same))
     return space, min((space.estimate(dense, sparse) for sparse in choices), key=lambda e: e.seconds)
 
 

@@ -44,7 +44,7 @@ def dense_memory(workload: Workload, cluster: Cluster, dense: Dense, events: flo
     fixed = {"parameters": 4.0 * workload.parameters / spread, "optimizer": 8.0 * workload.parameters / spread}
     saved = [unit.saved.bytes(workload.batch, events) for unit in units]
     copies = [_gathered(unit, workload, dense) for unit in units]
-    cast = workload.compute_bytes < 4 and (spread == 1 or not workload.cast_parameters)
+    cast = workload.compute_bytes < 4 and (spread == 1 or dense.gathered_bytes(workload) == 4)
     casts = sum(u.saved.fixed for u in units) if cast else 0.0
     shard = [4.0 * unit.total_parameters / spread for unit in units]
     whole = [4.0 * _own(unit, dense) for unit in units]
@@ -90,7 +90,7 @@ def _own(unit: Unit, dense: Dense) -> float:
 
 
 def _gathered(unit: Unit, workload: Workload, dense: Dense) -> float:
-    return _own(unit, dense) * (workload.gathered_bytes if unit.name.startswith("layer") else 4)
+    return _own(unit, dense) * (dense.gathered_bytes(workload) if unit.name.startswith("layer") else 4)
 
 
 @dataclass(frozen=True)

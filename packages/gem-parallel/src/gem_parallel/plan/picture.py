@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable
 
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER, Dense, Sparse
 from gem_parallel.plan.engine import HOST
 from gem_parallel.plan.explain import cuts_text, efficiency, sparse_text, tiers_text
+from gem_parallel.plan.grid import size_text
 from gem_parallel.plan.memory import CATEGORIES
 from gem_parallel.plan.search import Estimate, Space
 
 WIDTH = 1100
-STREAMS = ("compute", "gather", "reduce", "experts", "agree", "tables", "replicas", "inputs", HOST)
+STREAMS = {
+    "compute": "what the GPU computes",
+    "gather": "parameters of sharded layers, gathered ahead of their use",
+    "reduce": "gradients, summed behind the layers that made them",
+    "experts": "inputs and outputs of experts on other GPUs",
+    "agree": "the loss, which all ranks must know; some microseconds",
+    "tables": "looked-up rows and their gradients between the ranks of a copy of the tables",
+    "replicas": "rows or averages between copies of the tables",
+    "inputs": "ids of the next batch, to the ranks that hold their rows",
+    HOST: "the host, which starts every operation of a step that is not captured",
+}
+"""Streams of operations, from above, with what is on them."""
 COLOURS = {
     "computation": "#4878a8", "table look-up": "#6aa56a", "table update": "#6aa56a", "optimizer": "#8d7bb5", "host": "#999999",
     "launches": "#bbbbbb",
@@ -29,7 +42,7 @@ def page(space: Space, chosen: Estimate) -> str:
     title = f"{space.workload.name} on {space.world:,} x {space.cluster.gpu.name}"
     facts = (
         f"{space.cluster.name}; {space.workload.batch:,} samples a GPU; step {chosen.seconds * 1e3:,.1f} ms, MFU {eff.step:.1%}, "
-        f"scaling ratio {eff.scaling:.1%}; memory {chosen.memory.bytes / 1e9:.1f} of {space.room / 1e9:.1f} GB; "
+        f"scaling ratio {eff.scaling:.1%}; memory {size_text(chosen.memory.bytes)} of {size_text(space.room)}; "
         f"dense {chosen.dense.strategy}; tables {sparse_text(chosen.sparse)}, cut {cuts_text(space, chosen.sparse)}"
     )
     parts = [
@@ -75,11 +88,11 @@ def axes_svg(space: Space, chosen: Estimate) -> str:
 
 
 def timeline_svg(chosen: Estimate) -> str:
-    """Streams as lanes; hovering names an operation and its time."""
+    """Streams as lanes, time from left to right; hovering names an operation and its time."""
     used = [s for s in STREAMS if any(op.stream == s for op in chosen.ops)]
     left, lane = 90, 30
     scale = (WIDTH - left - 10) / chosen.seconds
-    shapes = [_text(8, 24 + i * lane, stream) for i, stream in enumerate(used)]
+    shapes = [_text(8, 24 + i * lane, stream, note=STREAMS[stream]) for i, stream in enumerate(used)]
     for i, op in enumerate(chosen.ops):
         begin, end = float(chosen.trace.start[i]), float(chosen.trace.end[i])
         if end <= begin:
@@ -87,7 +100,7 @@ def timeline_svg(chosen: Estimate) -> str:
         y = 6 + used.index(op.stream) * lane
         name = html.escape(f"{op.name}: {(end - begin) * 1e3:.3f} ms from {begin * 1e3:.3f} ms")
         shapes.append(
-            f'<rect x="{left + begin * scale:.2f}" y="{y}" width="{max(0.4, (end - begin) * scale):.2f}" height="{lane - 8}" '
+            f'<rect x="{left + begin * scale:.2f}" y="{y}" width="{max(1.0, (end - begin) * scale):.2f}" height="{lane - 8}" '
             f'fill="{COLOURS[op.what]}" stroke="#fff" stroke-width="0.3"><title>{name}</title></rect>'
         )
     bottom = 6 + len(used) * lane
@@ -95,41 +108,64 @@ def timeline_svg(chosen: Estimate) -> str:
         x = left + (WIDTH - left - 10) * i / 5
         shapes.append(f'<line x1="{x}" y1="0" x2="{x}" y2="{bottom}" stroke="#ddd"/>')
         shapes.append(_text(min(x, WIDTH - 70), bottom + 14, f"{chosen.seconds * 1e3 * i / 5:.1f} ms", "#777"))
-    return _svg(bottom + 20, shapes) + _legend(dict.fromkeys(op.what for op in chosen.ops))
+    shapes.append(_text(8, bottom + 14, "time", "#777"))
+    lanes = "; ".join(f"<b>{stream}</b>: {html.escape(STREAMS[stream])}" for stream in used)
+    return _svg(bottom + 20, shapes) + _legend(dict.fromkeys(op.what for op in chosen.ops)) + f"<p>Lanes: {lanes}.</p>"
 
 
 def memory_svg(space: Space, chosen: Estimate) -> str:
-    """Stacked bars at every point of the step, the GPU's memory as a line."""
-    points, left, height = chosen.memory.points, 60, 260
+    """Stacked bars at every point of the step, from its start to its end; the GPU's memory and the peak as lines."""
+    points, left, height = chosen.memory.points, 70, 260
     top = max(space.room, chosen.memory.bytes) * 1.05
     column = (WIDTH - left - 10) / len(points)
     shapes = []
+    for size in _ticks(top):
+        y = height - size / top * height
+        shapes.append(f'<line x1="{left}" y1="{y:.1f}" x2="{WIDTH - 10}" y2="{y:.1f}" stroke="#ddd"/>')
+        shapes.append(_text(4, y + 4 if size else height, size_text(size) if size else "0", "#777"))
     for i, (name, amounts) in enumerate(points):
         y = float(height)
         for what in CATEGORIES:
             tall = amounts.get(what, 0.0) / top * height
             y -= tall
-            note = html.escape(f"{name}: {what} {amounts.get(what, 0.0) / 1e9:.2f} GB of {sum(amounts.values()) / 1e9:.2f}")
+            note = html.escape(f"{name}: {what} {size_text(amounts.get(what, 0.0))} of {size_text(sum(amounts.values()))}")
             shapes.append(
                 f'<rect x="{left + i * column:.2f}" y="{y:.2f}" width="{max(0.5, column - 1):.2f}" height="{tall:.2f}" '
                 f'fill="{COLOURS[what]}"><title>{note}</title></rect>'
             )
     line = height - space.room / top * height
     shapes.append(f'<line x1="{left}" y1="{line:.1f}" x2="{WIDTH - 10}" y2="{line:.1f}" stroke="#a00" stroke-dasharray="5 3"/>')
-    shapes.append(_text(4, line + 4, f"{space.room / 1e9:.0f} GB", "#a00"))
-    shapes.append(_text(left, height + 14, points[0][0], "#777"))
-    shapes.append(_text(WIDTH - 40, height + 14, points[-1][0], "#777"))
+    shapes.append(_text(left + 4, line + 14, f"the GPU: {size_text(space.room)}", "#a00"))
+    peak = chosen.memory.peak
+    tip = height - chosen.memory.bytes / top * height
+    at = min(max(left + (peak + 0.5) * column - 90, left), WIDTH - 330)
+    shapes.append(_text(at, max(tip - 5, 12), f"peak {size_text(chosen.memory.bytes)}: {points[peak][0]}"))
+    last = -1e9
+    for i, (name, _) in enumerate(points):
+        x = left + i * column
+        if (x - last > 130 and x < WIDTH - 160) or i == len(points) - 1:
+            shapes.append(_text(min(x, WIDTH - 40), height + 14, name, "#777"))
+            last = x
     return _svg(height + 20, shapes) + _legend(CATEGORIES)
+
+
+def _ticks(top: float) -> list[float]:
+    """Four to nine round sizes from 0 to below ``top``."""
+    step = 10.0 ** math.floor(math.log10(top / 4))
+    step *= next(factor for factor in (5, 2, 1) if top / (step * factor) >= 4 or factor == 1)
+    return [step * i for i in range(math.ceil(top / step))]
 
 
 def _svg(height: float, shapes: Iterable[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}">{"".join(shapes)}</svg>'
 
 
-def _text(x: float, y: float, text: str, colour: str = "#222") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{html.escape(text)}</text>'
+def _text(x: float, y: float, text: str, colour: str = "#222", note: str = "") -> str:
+    title = f"<title>{html.escape(note)}</title>" if note else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{html.escape(text)}{title}</text>'
 
 
 def _legend(names: Iterable[str]) -> str:
-    items = [f'<span style="margin-right:14px"><span style="color:{COLOURS[n]}">&#9632;</span> {html.escape(n)}</span>' for n in names]
-    return f"<p>{''.join(items)}</p>"
+    style = "margin-right:14px;white-space:nowrap"
+    items = [f'<span style="{style}"><span style="color:{COLOURS[n]}">&#9632;</span> {html.escape(n)}</span>' for n in names]
+    return f"<p>{' '.join(items)}</p>"

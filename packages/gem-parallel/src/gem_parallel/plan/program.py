@@ -173,7 +173,7 @@ class _Dense:
             return None
         group = dense.group(build.cluster, "shard", "expert")
         # Everything outside the layers is gathered in fp32.
-        width = self.workload.gathered_bytes if unit.experts or unit.name.startswith("layer") else 4
+        width = dense.gathered_bytes(self.workload) if unit.experts or unit.name.startswith("layer") else 4
         price = cost("all-gather", unit.parameters * width, group, build.cluster.network)
         if unit.experts:
             own = unit.experts.count / dense.expert * unit.experts.parameters * width

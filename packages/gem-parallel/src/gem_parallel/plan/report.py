@@ -5,18 +5,19 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER
 from gem_parallel.plan.explain import Rejected, cuts_text, efficiency, local_seconds, sparse_text, tiers_text
-from gem_parallel.plan.search import Estimate, Space
+from gem_parallel.plan.fixed import RECOMPUTE, decided, setting
+from gem_parallel.plan.grid import Table, size_text
+from gem_parallel.plan.search import TIE, Estimate, Space
 from gem_parallel.plan.settings import not_counted, to_parallel
 from gem_parallel.plan.simulate import Simulation
 
@@ -35,8 +36,8 @@ def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: di
     parts: list[RenderableType] = [_headline(space, chosen, simulation), _axes(space, chosen), _time(space, chosen), _memory(space, chosen)]
     parts.append(_efficiency(space, {"this plan": chosen, **baselines}))
     parts += [Text(hint) for hint in _hints(space, chosen)]
-    if fastest is not chosen:
-        gain = chosen.seconds / fastest.seconds - 1
+    gain = chosen.seconds / fastest.seconds - 1
+    if gain > TIE:
         axes = ", ".join(f"{a} {d}" for a, d in (*fastest.dense.degrees().items(), *fastest.sparse.degrees().items()) if d > 1)
         order = f"{', '.join(fastest.dense.order)}; {', '.join(fastest.sparse.order)}"
         parts.append(
@@ -46,21 +47,16 @@ def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: di
 
 
 def _hints(space: Space, chosen: Estimate) -> list[str]:
-    """What would take the largest avoidable loss away."""
+    """What the user's settings cost, and what would take the largest avoidable loss away."""
     found = []
     late = chosen.breakdown["computation"] - local_seconds(space) / space.cluster.gpu.in_step
     if space.workload.dealt == 1 and late > 0.05 * chosen.seconds:
-        found.append(
-            f"Imbalance costs {late * 1e3:,.1f} ms of the step: batches of equal work, if the data source can deal them, save most of it."
-        )
+        how = space.workload.balancing or "if the data source can deal them"
+        found.append(f"Imbalance costs {late * 1e3:,.1f} ms of the step: batches of equal work save most of it; {how}.")
     if chosen.device_seconds < 0.9 * chosen.seconds:
         alone = f"{chosen.device_seconds * 1e3:,.1f} ms"
         found.append(f"The host bounds the step, the GPU would need {alone}: train.capture = true replays it with one launch.")
     return found
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
 def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> RenderableType:
@@ -71,11 +67,11 @@ def _headline(space: Space, chosen: Estimate, simulation: Simulation) -> Rendera
         f"{w.batch:,} samples a GPU",
         f"dense {w.parameters:,} parameters by {dense.strategy}"
         + ("" if dense.spread == 1 else ", layers freed after forward" if dense.reshard else ", layers kept gathered"),
-        f"tables {_size(sum(t.bytes for t in sparse.tables(w)))} by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
+        f"tables {size_text(sum(t.bytes for t in sparse.tables(w)))} by {sparse_text(sparse)}; cut {cuts_text(space, sparse)}",
         f"step {chosen.seconds * 1e3:,.1f} ms ({simulation.seconds * 1e3:,.1f} ms simulated over all ranks, whose slowest computes "
         f"{simulation.imbalance:.2f} x the mean), {samples:,.0f} samples/s",
         f"recomputed in backward: {_modules(space, chosen)}",
-        f"memory {chosen.memory.bytes / 1e9:.1f} of {space.room / 1e9:.1f} GB at {chosen.memory.points[chosen.memory.peak][0]!r}",
+        f"memory {size_text(chosen.memory.bytes)} of {space.room / 1e9:.1f} GB at {chosen.memory.points[chosen.memory.peak][0]!r}",
     ]
     return Text("\n".join(lines) + "\n")
 
@@ -90,7 +86,7 @@ def _modules(space: Space, chosen: Estimate) -> str:
 
 
 def _axes(space: Space, chosen: Estimate) -> Table:
-    table = Table("axis", "degree", "neighbours are", "members", "collectives", "network ms", "exposed ms", title="Axes on tiers")
+    table = Table("axis", "degree", "stride", "members", "collectives", "network ms", "exposed ms", title="Axes on tiers")
     for axis in (*DENSE_ORDER, *SPARSE_ORDER):
         owner: Any = chosen.dense if axis in DENSE_ORDER else chosen.sparse
         degree = getattr(owner, axis)
@@ -98,9 +94,13 @@ def _axes(space: Space, chosen: Estimate) -> Table:
         rows: list[tuple[str, float, float]] = (
             [(what, *chosen.collectives[what]) for what in COLLECTIVES[axis] if what in chosen.collectives] if degree > 1 else []
         )
-        network, exposed = ("\n".join(f"{times[i] * 1e3:.2f}" for _, *times in rows) for i in (0, 1))
-        near = f"{stride:,} ranks apart" if degree > 1 else "-"
-        table.add_row(axis, f"{degree:,}", near, tiers_text(space, chosen, axis), "\n".join(row[0] for row in rows), network, exposed)
+        near = f"{stride:,} rank{'s' * (stride > 1)}" if degree > 1 else "-"
+        cells = [axis, f"{degree:,}", near, tiers_text(space, chosen, axis)]
+        for what, network, exposed in rows:
+            table.add_row(*cells, what, f"{network * 1e3:.2f}", f"{exposed * 1e3:.2f}")
+            cells = [""] * len(cells)
+        if not rows:
+            table.add_row(*cells, "", "", "")
     return table
 
 
@@ -118,21 +118,20 @@ def _time(space: Space, chosen: Estimate) -> Table:
 
 def _memory(space: Space, chosen: Estimate) -> Table:
     peak = chosen.memory.at_peak
-    table = Table("memory", "GB at the peak", "share of the GPU", title="Memory of the fullest rank")
-    for what, size in sorted(peak.items(), key=lambda item: -item[1]):
-        table.add_row(what, f"{size / 1e9:.2f}", f"{size / space.room:.1%}")
+    table = Table("memory", "at the peak", "share of the GPU", title="Memory of the fullest rank")
+    for what, size in sorted(((w, s) for w, s in peak.items() if s), key=lambda item: -item[1]):
+        table.add_row(what, size_text(size), f"{size / space.room:.1%}")
     return table
 
 
 def _efficiency(space: Space, plans: dict[str, Estimate]) -> Table:
-    table = Table("", "step ms", "samples/s", "MFU", "scaling ratio", "memory GB", "what is exposed most", title="Efficiency")
+    table = Table("", "step ms", "samples/s", "MFU", "scaling ratio", "memory", "what is exposed most", title="Efficiency")
     for name, estimate in plans.items():
         eff = efficiency(space, estimate.seconds)
         exposed = sorted(((b, what) for what, (_, b) in estimate.collectives.items() if b > 1e-3 * estimate.seconds), reverse=True)
-        size = estimate.memory.bytes / 1e9
         table.add_row(
             name, f"{estimate.seconds * 1e3:,.1f}", f"{space.workload.batch * space.world / estimate.seconds:,.0f}", f"{eff.step:.1%}",
-            f"{eff.scaling:.1%}", f"{size:.1f}" + (" (does not fit)" if estimate.memory.bytes > space.room else ""),
+            f"{eff.scaling:.1%}", size_text(estimate.memory.bytes) + (" (does not fit)" if estimate.memory.bytes > space.room else ""),
             ", ".join(f"{what} {b * 1e3:.1f} ms" for b, what in exposed[:2]),
         )  # fmt: skip
     table.caption = f"local MFU {efficiency(space, local_seconds(space)).local:.1%}; scaling ratio: MFU of the step over it"
@@ -140,9 +139,46 @@ def _efficiency(space: Space, plans: dict[str, Estimate]) -> Table:
 
 
 def explain_table(rejected: Sequence[Rejected]) -> Table:
-    table = Table("neighbour", "step ms", "memory GB", "why it lost", title="Neighbours of the plan")
+    table = Table("neighbour", "step ms", "memory", "why it lost", title="Neighbours of the plan")
     for one in rejected:
-        table.add_row(one.changed, f"{one.estimate.seconds * 1e3:.2f}", f"{one.estimate.memory.bytes / 1e9:.1f}", one.why)
+        table.add_row(one.changed, f"{one.estimate.seconds * 1e3:,.2f}", size_text(one.estimate.memory.bytes), one.why)
+    return table
+
+
+def kept(space: Space, chosen: Estimate, free: Estimate, name: str) -> str:
+    """What the configuration sets and the plan keeps, and what the step would be if all of it were planned (``free``)."""
+    section = to_parallel(chosen.dense, chosen.sparse, space.workload, space.fixed.section, fixed=space.fixed)
+    used = space.fixed.used(section["dense"], section["sparse"])
+    lines = []
+    if used:
+        gain = 1 - free.seconds / chosen.seconds
+        worth = (
+            f"Planned anew (--free KEY), a step would take {free.seconds * 1e3:,.1f} ms, {gain:.1%} less: {free.dense.strategy}, "
+            f"{sparse_text(free.sparse)}."
+            if gain > TIE
+            else f"No other choice would be more than {TIE:.0%} faster."
+        )
+        lines.append(f"Set by {name} and kept: {used.text()}. {worth}")
+    idle = [setting(key, value) for key, value in space.fixed.values.items() if key not in used.values]
+    if idle:
+        lines.append(f"Set by {name} for strategies that this plan does not use: {', '.join(idle)}.")
+    return "\n".join(lines)
+
+
+def freed_table(space: Space, chosen: Estimate, free: Mapping[str, Estimate]) -> Table:
+    """What each setting costs: the step if that one alone were planned."""
+    table = Table("set", "step ms if planned", "gain", "then", title="What settings cost")
+    for key, one in free.items():
+        then = f"{one.dense.strategy}, {sparse_text(one.sparse)}, " + ", ".join(
+            f"{axis} {degree}" for axis, degree in (*one.dense.degrees().items(), *one.sparse.degrees().items()) if degree > 1
+        )
+        gain = 1 - one.seconds / chosen.seconds
+        table.add_row(
+            setting(key, space.fixed.values[key]),
+            f"{one.seconds * 1e3:,.2f}",
+            f"{gain:.1%}" if gain > TIE else f"less than {TIE:.0%}",
+            then,
+        )
     return table
 
 
@@ -198,24 +234,35 @@ def configuration(
 ) -> dict[str, Any]:
     """The user's configuration with the planned ``[parallel]`` section and the prediction beside it: what ``gemrec train`` takes.
 
-    What a search decides replaces what the file says, recomputation included; without one (``searched``) the file's own stays. Options that
-    nothing was decided about stay as they are.
+    What a search decides stands beside what the file sets, recomputation included; ``plan.decided`` names it, so that a later search may
+    decide it anew. Without a search (``searched``) the file's own stays.
     """
-    section = to_parallel(chosen.dense, chosen.sparse, space.workload, plain.get("parallel", {}))
+    section = _section(plain, space, chosen, searched)
     train = plain.get("train", {})
     callbacks = dict(train.get("callbacks", {}))
-    if chosen.recomputed:
+    if searched and chosen.recomputed and not space.fixed.recomputed:
         callbacks["recompute"] = {"modules": list(chosen.recomputed)}
-    elif searched:
+    elif searched and not space.fixed.recomputed:
         callbacks.pop("recompute", None)
+    if searched:
+        ours = decided(section) | ({RECOMPUTE: list(chosen.recomputed)} if chosen.recomputed else {})
+        predicted = {**predicted, "decided": {key: value for key, value in ours.items() if key not in space.fixed.values}}
     return {**plain, "train": {**train, "callbacks": callbacks}, "parallel": section, "plan": predicted}
+
+
+def _section(plain: dict[str, Any], space: Space, chosen: Estimate, searched: bool) -> dict[str, Any]:
+    asked = plain.get("parallel", {})
+    return to_parallel(chosen.dense, chosen.sparse, space.workload, asked, fixed=space.fixed if searched else None)
 
 
 def left_out(plain: dict[str, Any], space: Space, chosen: Estimate, *, searched: bool = True) -> str:
     """What the run obeys and the prediction does not count, in a sentence; empty where there is nothing."""
-    keys = not_counted(to_parallel(chosen.dense, chosen.sparse, space.workload, plain.get("parallel", {})))
-    if not searched and "recompute" in plain.get("train", {}).get("callbacks", {}):
+    keys = not_counted(_section(plain, space, chosen, searched))
+    if not searched and not chosen.recomputed and "recompute" in plain.get("train", {}).get("callbacks", {}):
         keys.append("train.callbacks.recompute")
+    name = plain["data"]["source"]
+    if plain["data"].get(name, {}).get("batching", {}).get("kind", "fixed") != "fixed":
+        keys.append(f"data.{name}.batching")
     return f"Kept as configured, not counted in time or memory: {', '.join(keys)}." if keys else ""
 
 

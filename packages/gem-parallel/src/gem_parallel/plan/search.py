@@ -19,6 +19,7 @@ from gem_parallel.plan.budget import Level, levels
 from gem_parallel.plan.candidates import DENSE_ORDER, Dense, Sparse, Widths, dense_candidates, sparse_candidates
 from gem_parallel.plan.cluster import Cluster
 from gem_parallel.plan.engine import HOST, Op, Trace, run
+from gem_parallel.plan.fixed import Fixed
 from gem_parallel.plan.memory import Memory, dense_memory, step_memory, table_memory, table_points
 from gem_parallel.plan.program import UnitTimes, compute_times, step, typical
 from gem_parallel.plan.workload import Lengths, Workload
@@ -27,6 +28,8 @@ SLACK = 1.05
 """Room of a captured step for events over those that it has."""
 DRAWS = 33
 """Batches that are drawn at least."""
+TIE = 0.01
+"""Steps that differ by less are equally long: the model is not better than that."""
 MARGIN = 0.9
 """Bounds count this share of what communication adds: where links are shared, one more collective can free the way for another."""
 
@@ -124,6 +127,7 @@ class Space:
     lengths: Lengths
     dense: list[Dense]
     sparse: list[Sparse]
+    fixed: Fixed = field(default_factory=Fixed)
     evaluated: int = 0
     levels: list[Level] = field(default_factory=list)
     _dense_memory: dict[tuple[Dense, int], list[tuple[str, dict[str, float]]]] = field(default_factory=dict)
@@ -137,10 +141,13 @@ class Space:
         *,
         sparse: Sequence[str] = (),
         widths: Mapping[str, Widths] | None = None,
+        fixed: Fixed | None = None,
         seed: int = 0,
     ) -> Space:
         """:param sparse: names of the sparse strategies to consider; none: all.
         :param widths: types of rows and tables that the configuration sets, by sparse strategy.
+        :param fixed: what else it sets.
+        :raises ConfigError: nothing agrees with ``fixed``.
         """
         cluster.check_world(world)
         # Few ranks are drawn several times: the slowest rank of a typical step stands for time, the fullest of any for memory.
@@ -151,10 +158,13 @@ class Space:
             np.max(sum(values.sum(-1) for name, values in lengths.items() if name) if "" not in lengths else 0.0)
         )
         own = {name: values[rank : rank + 1] for name, values in lengths.items()}
-        space = cls(workload, cluster, world, times, events, own, [], [])
-        space.levels = levels(workload, cluster, times, own, events)
-        space.dense = dense_candidates(workload, world, cluster)
-        space.sparse = sparse_candidates(workload, world, cluster, sparse, widths)
+        fixed = fixed or Fixed()
+        space = cls(workload, cluster, world, times, events, own, [], [], fixed)
+        space.levels = levels(workload, cluster, times, own, events, fixed.recomputed)
+        space.dense = dense_candidates(workload, world, cluster, fixed)
+        space.sparse = sparse_candidates(workload, world, cluster, sparse, widths, fixed)
+        if not space.dense or not space.sparse:
+            raise fixed.refuse(world)
         return space
 
     @property
@@ -227,12 +237,26 @@ def _computed(times: Sequence[UnitTimes]) -> float:
     return float(sum(t.forward + t.backward + t.experts_forward + t.experts_backward for t in times))
 
 
-def rank_key(estimate: Estimate) -> tuple[float, float, int, int]:
-    """Faster first; where the host bounds both what the device does in less time; among equals what can run, then what needs fewer axes and
-    collectives."""
+def rank_key(estimate: Estimate) -> tuple[float, float, bool, tuple[int, int, bool], int]:
+    """Faster first; where the host bounds both what the device does in less time; among equals what can run, then what is simpler."""
     dense, sparse = estimate.dense, estimate.sparse
-    plain = sum(d > 1 for d in (*dense.degrees().values(), *sparse.degrees().values())) + (not dense.reshard)
-    return *_rounded(estimate.seconds, estimate.device_seconds), not (dense.runnable and sparse.runnable), plain
+    fast = _rounded(estimate.seconds, estimate.device_seconds)
+    return *fast, not (dense.runnable and sparse.runnable), simplicity(dense, sparse, estimate.level), _plain(dense, sparse)
+
+
+_TABLES = ("local", "fbgemm", "gem-2d", "torchrec", "torchrec-2d")
+_LAYERS = ("single", "ddp", "fsdp", "hsdp")
+
+
+def simplicity(dense: Dense, sparse: Sparse, level: int = 0) -> tuple[int, int, bool]:
+    """Less is simpler: first what the tables need, then the dense part, then recomputation."""
+    return _TABLES.index(sparse.strategy), _LAYERS.index(dense.strategy), level > 0
+
+
+def _plain(dense: Dense, sparse: Sparse) -> int:
+    """Of one strategy with another mesh or other cuts."""
+    axes = sum(d > 1 for d in (*dense.degrees().values(), *sparse.degrees().values()))
+    return axes + len(set(sparse.cuts)) + (not dense.reshard)
 
 
 def _rounded(seconds: float, device: float) -> tuple[float, float]:
@@ -241,9 +265,10 @@ def _rounded(seconds: float, device: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Plan:
-    """``best``: the fastest that fits, in any order of the axes; ``runnable``: the fastest that fits and that the mesh can lay out.
+    """``best``: the fastest that fits, in any order of the axes; ``runnable``: of all that fit and that the mesh can lay out, the simplest
+    that is as fast as the others (within `TIE`).
 
-    They are the same object unless an order that cannot be run is faster.
+    They are the same object unless ``best`` cannot be run and is faster by more than `TIE`.
     """
 
     space: Space
@@ -281,9 +306,28 @@ def plan(space: Space, *, exhaustive: bool = False) -> Plan:
     assert best is not None
     if runnable is None:
         raise ConfigError("no arrangement that the mesh can lay out fits", where="--world", fix="start more processes, or a smaller batch")
-    if rank_key(runnable)[:2] <= rank_key(best)[:2]:
-        best = runnable
-    return Plan(space, best, runnable)
+    runnable = _simplest(space, first, bounds[0], runnable)
+    return Plan(space, best if best.seconds * (1 + TIE) < runnable.seconds else runnable, runnable)
+
+
+def _simplest(space: Space, first: NDArray[np.int64], bounds: NDArray[np.float64], fastest: Estimate) -> Estimate:
+    """Of all that run and take no more than `TIE` longer than ``fastest`` the simplest, of equally simple ones the fastest."""
+    limit = fastest.seconds * (1 + TIE)
+    runs = np.outer([d.runnable for d in space.dense], [s.runnable for s in space.sparse])
+    pairs = [
+        (simplicity(space.dense[i], space.sparse[j], int(first[i, j])), float(bounds[i, j]), int(i), int(j))
+        for i, j in np.argwhere(runs & (bounds <= limit))
+    ]
+    found, plain = fastest, simplicity(fastest.dense, fastest.sparse, fastest.level)
+    for simple, lower, i, j in sorted(pairs):
+        if simple > plain:
+            break
+        if simple == plain and lower > found.seconds:
+            continue
+        one = space.estimate(space.dense[i], space.sparse[j], int(first[i, j]))
+        if one.seconds <= limit and (simple < plain or rank_key(one) < rank_key(found)):
+            found, plain = one, simple
+    return found
 
 
 def _too_large(space: Space) -> ConfigError:
@@ -305,7 +349,8 @@ def _too_large(space: Space) -> ConfigError:
         f"nothing fits: the leanest arrangement of {space.world} GPUs needs {needed.bytes / 1e9:.1f} GB of {room / 1e9:.1f} GB "
         f"(GB: {parts}; at {needed.points[needed.peak][0]!r})",
         where=f"--world {space.world}, data.batch_size = {space.workload.batch}",
-        fix=f"{fix}start more processes, or plan for GPUs with more memory",
+        fix=f"{fix}start more processes, or plan for GPUs with more memory"
+        + (f"; or plan with --free KEY what is set: {space.fixed.text()}" if space.fixed else ""),
     )
 
 

@@ -10,7 +10,8 @@ from gem_core.config.explain import validate
 from gem_core.errors import ConfigError
 from gem_core.plugins import manager
 from gem_core.train.mesh import Mesh
-from gem_parallel.plan.candidates import Dense, Sharding, Sparse, Widths, table_classes
+from gem_parallel.plan.candidates import Dense, Sharding, Sparse, Widths, table_classes, typed
+from gem_parallel.plan.fixed import Fixed, options_of
 from gem_parallel.plan.workload import Workload
 from gem_parallel.sparse.layout import BYTES
 
@@ -27,17 +28,25 @@ _COUNTED = {
 """Options that the model of a step knows, by strategy; of a table: ``sharding`` and ``dtype``."""
 
 
-def to_parallel(dense: Dense, sparse: Sparse, workload: Workload, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The section as nested dicts that TOML and JSON can hold: what the candidate decides, over what the configuration asked for."""
+def to_parallel(
+    dense: Dense, sparse: Sparse, workload: Workload, asked: Mapping[str, Any] | None = None, *, fixed: Fixed | None = None
+) -> dict[str, Any]:
+    """The section as nested dicts that TOML and JSON can hold: what the candidate decides, over what the configuration asked for.
+
+    :param fixed: what a search kept; None: nothing was searched, the candidate is what ``asked`` describes.
+    """
     asked = asked or {}
-    section: dict[str, Any] = {**asked, "dense": dense.strategy, "sparse": sparse.strategy}
+    wanted = asked.get("dense") if fixed is None else fixed.values.get("parallel.dense")
+    alike = dense.world == 1 or {wanted, dense.strategy} == {"fsdp", "hsdp"}
+    name = wanted if wanted and alike else dense.strategy
+    section: dict[str, Any] = {**asked, "dense": name, "sparse": sparse.strategy}
     section |= {axis: getattr(dense, axis) for axis in ("replicate", "shard", "expert")}
     section |= {"model": sparse.model, "replica": sparse.replica}
     if dense.strategy in ("fsdp", "hsdp"):
-        options = {**asked.get(dense.strategy, {}), "reshard_after_forward": dense.reshard}
-        _set(options, "param_dtype", "bf16" if workload.cast_parameters else "fp32", "fp32")
+        options = {**(asked.get(name, {}) if fixed is None else options_of(asked, name)), "reshard_after_forward": dense.reshard}
+        _set(options, "param_dtype", dense.param_dtype or workload.computes_in, "fp32")
         _set(options, "collective", dense.collective, "default")
-        section[dense.strategy] = options
+        section[name] = options
     options = dict(asked.get(sparse.strategy, {}))
     if sparse.strategy == "gem-2d":
         options |= {"exchange": sparse.exchange, "schedule": sparse.schedule}
@@ -114,8 +123,9 @@ def from_parallel(config: Config, dense_options: Any, sparse_options: Any, workl
     elif p.dense in ("fsdp", "hsdp"):
         dense = Dense(
             mesh.replicate, mesh.shard, mesh.expert, reshard=dense_options.reshard_after_forward, collective=dense_options.collective,
-            hooked=mesh.shard * mesh.expert == 1,
+            hooked=mesh.shard * mesh.expert == 1, param_dtype=dense_options.param_dtype,
         )  # fmt: skip
+        dense = typed(dense, workload)
     else:
         raise _unknown("dense", p.dense)
     classes = table_classes(workload.tables)

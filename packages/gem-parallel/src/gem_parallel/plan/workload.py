@@ -127,9 +127,9 @@ class Table:
 @dataclass(frozen=True)
 class Workload:
     """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a value that layers compute in (2 under
-    bf16). ``cast_parameters``: FSDP gathers the layers' parameters in that type, else in fp32. ``captured``: the step is one graph, which
-    the host launches at once. ``dealt``: batches to which a rank's samples are dealt by length; 1: as they come. ``width``: of the model's
-    events, which rates depend on; 0: it has none."""
+    bf16). ``captured``: the step is one graph, which the host launches at once. ``dealt``: batches to which a rank's samples are dealt by
+    length; 1: as they come. ``width``: of the model's events, which rates depend on; 0: it has none. ``balancing``: how the source would
+    deal batches of equal work, in words; empty: nobody knows."""
 
     name: str
     recipe: str
@@ -138,10 +138,10 @@ class Workload:
     tables: tuple[Table, ...]
     lengths: Lengths
     compute_bytes: int = 2
-    cast_parameters: bool = True
     captured: bool = False
     dealt: int = 1
     width: int = 0
+    balancing: str = ""
 
     @property
     def launches(self) -> float:
@@ -149,9 +149,9 @@ class Workload:
         return sum(u.launches for u in self.units)
 
     @property
-    def gathered_bytes(self) -> int:
-        """Of a gathered parameter of a layer."""
-        return self.compute_bytes if self.cast_parameters else 4
+    def computes_in(self) -> str:
+        """The type of ``compute_bytes``, by the name that configurations use."""
+        return "fp32" if self.compute_bytes == 4 else "bf16"
 
     @property
     def parameters(self) -> int:
@@ -218,8 +218,9 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
     recipe = config.precision.recipe
     return Workload(
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
-        compute_bytes=4 if recipe == "fp32" else 2, cast_parameters=recipe != "fp32", captured=config.train.capture,
+        compute_bytes=4 if recipe == "fp32" else 2, captured=config.train.capture,
         dealt=dealt(resolved.source), width=_width(getattr(model, "config", None)),
+        balancing=_balancing(config.data.source, resolved.source),
     )  # fmt: skip
 
 
@@ -232,6 +233,15 @@ def _width(options: Any) -> int:
 def dealt(source: Any) -> int:
     """Batches to which a source with these options deals samples by length; 1: it does not."""
     return int(source.window) if getattr(source, "balanced", False) else 1
+
+
+def _balancing(name: str, source: Any) -> str:
+    fields = type(source).model_fields
+    if "balanced" in fields:
+        return f"data.{name}.balanced = true deals them"
+    if "batching" in fields:
+        return f"data.{name}.batching chooses: {fields['batching'].description}"
+    return ""
 
 
 def units(model: RankingModel, lengths: Lengths, saved: Mapping[str, Kept]) -> tuple[Unit, ...]:

@@ -186,6 +186,25 @@ def test_comp_skip_alternates_and_reuses_what_was_pooled():
 # --- where it runs -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (with_tower(pffn={"kind": "norm_gdpa"}), [True, True, False]),
+        (with_tower(pffn={"kind": "gdpa"}), [False] * 3),
+        (with_tower(pffn={"kind": "norm_gdpa"}, pooling={"seeds": 2, "recent": 1}), [False] * 3),
+        (with_tower(pffn={"kind": "norm_gdpa"}, cls=1), [False] * 3),
+        (with_tower(pffn={"kind": "norm_gdpa"}, attention="causal", next_event=0.1), [False, True, False]),
+        (with_tower(pffn={"kind": "norm_gdpa"}, layers=2), [True, False, False]),
+        ({**with_tower(pffn={"kind": "norm_gdpa"}, attention="causal"), "comp_skip": True}, [False] * 3),
+    ],
+    ids=str,
+)
+def test_rows_are_promised_to_one_reader_where_they_have_one(options, expected):
+    """The next layer's PFFN, if it has norms of its own, and nothing beside it: not rows that are taken, not the next event's loss."""
+    model = gem(layers=3, **options)
+    assert [bool(layer.read_once) for layer in model.layers] == expected
+
+
 def test_meta_model_is_materialised_by_reset_parameters():
     with torch.device("meta"):
         model = gem(**with_tower(candidate=True, pooling={"seeds": 2, "candidate_queries": 1}))

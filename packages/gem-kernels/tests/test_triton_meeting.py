@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gem_core import ops
+from gem_core.errors import OpError
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import dispatch, meeting, siblings
 from gem_kernels.triton import dense
@@ -120,3 +122,61 @@ def test_not_where_saved_tensors_are_recomputed(monkeypatch: pytest.MonkeyPatch)
 
     checkpoint(loss, *given, use_reentrant=False).backward()
     assert all(t.grad is not None for t in given)
+
+
+def _handed_on(given: list[Tensor], kind: str, *, once: bool = True, beside: bool = False, hook: bool = False) -> list[Tensor]:
+    """Gradients of ``(x, k, v, w, b)``: rows go through `norm_linear`, which hands them on to `norm_gdpa`."""
+    x, k, v, w, b = given
+    offsets = [lengths_to_offsets(torch.tensor(n)).to(DEVICE) for n in (LENGTHS, KEYS)]
+    y, s = ops.norm_linear(x.flatten(1) * 1, w, b, kind=kind, through=True, backend="triton")
+    if once:
+        meeting.read_once(s)
+    if hook:
+        s.register_hook(lambda g: g * 2)
+    out = ops.norm_gdpa(meeting.in_heads(s, *x.shape[1:]), k, v, *offsets, max_q_len=70, max_k_len=16, backend="triton")
+    loss = (y.float().sin().sum() + out.float().square().sum()) * 0.1
+    if beside:
+        loss = loss + s.float().cos().sum()
+    return list(torch.autograd.grad(loss, given))
+
+
+@pytest.mark.parametrize(("slack", "heads", "d", "kind"), [(0, 2, 16, "rms"), (9, 3, 16, "rms"), (9, 2, 16, "layer")])
+def test_the_last_part_is_done_with_the_norm_before(slack: int, heads: int, d: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of two passes, slack rows included; by one pass for RMSNorm, which has one in common with `norm_gdpa`'s."""
+    ran: list[str] = []
+    launch = norm_gdpa.launch
+    monkeypatch.setattr(
+        norm_gdpa, "launch", lambda kernel, *args, **sizes: ran.append(kernel.fn.__name__) or launch(kernel, *args, **sizes)
+    )
+    given = _inputs(slack, heads, d)
+    expected = _handed_on(given, kind, once=False)
+    assert "norm_gdpa_bwd_late_kernel" not in ran
+    ran.clear()
+    found = _handed_on(given, kind)
+    one_pass = kind == "rms"
+    assert ("norm_gdpa_bwd_late_kernel" in ran) is one_pass
+    assert ("norm_gdpa_bwd_dq_kernel" in ran) is not one_pass
+    for one, two in zip(found, expected):
+        torch.testing.assert_close(one, two, **CLOSE)
+
+
+def test_what_another_implementation_does_not_take_is_finished_before() -> None:
+    given = _inputs(9, 2, 16)
+    expected = _handed_on(given, "rms", once=False)
+    plain = next(s for s in dense.specs() if s.op == "norm_linear")
+
+    def unaware(problem: Any, saved: Any, dout: Any, needs: Any) -> Any:
+        return plain.backward(problem, saved, (dout[0], dout[1].clone()), needs)
+
+    with dispatch.offering(*(replace(s, backward=unaware) if s is plain else s for s in dense.specs())):
+        for one, two in zip(_handed_on(given, "rms"), expected):
+            torch.testing.assert_close(one, two, **CLOSE)
+
+
+@pytest.mark.parametrize("change", ["beside", "hook"])
+def test_rows_that_are_not_read_once_are_an_error_where_they_should_be(change: str) -> None:
+    """Without the promise they may be; a gradient that is not what was left is never taken for it."""
+    given = _inputs(0, 2, 16)
+    _handed_on(given, "rms", once=False, **{change: True})
+    with pytest.raises(OpError, match="only norm_gdpa was to read"):
+        _handed_on(given, "rms", **{change: True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gem_core.model.history import History, HistoryEntry
 from gem_core.model.layers import Gate, TokenMix, side_by_side
 from gem_core.model.pooling import Pooling
 from gem_core.model.sequence import NextEvent, SequenceBlock
+from gem_core.ops import meeting
 
 
 class GemLayer(nn.Module):
@@ -49,6 +51,8 @@ class GemLayer(nn.Module):
         self.gates = nn.ModuleList(Gate(config.dim) for _ in range(2)) if config.gates and self.pooled else None
         n = self.own + self.pooled
         self.interaction = SummedExperts(n, config.dim, config.interaction, norm=config.norm, dropout=config.dropout)
+        self.read_once: frozenset[str] = frozenset()
+        """Histories whose rows, after this layer, only the PFFN of the next one reads."""
 
     def forward(self, x: Tensor, histories: dict[str, History]) -> tuple[Tensor, dict[str, History]]:
         following = {name: self._next(name, h, x) for name, h in histories.items()}
@@ -67,11 +71,22 @@ class GemLayer(nn.Module):
         pffn, attention = getattr(block, "pffn", None), getattr(pool, "attention", None)
         return {n for n in (getattr(pffn, "keys", 0), getattr(attention, "count", 0)) if n}
 
+    def pooled_whole(self, name: str) -> bool:
+        """Whether no row of a history is taken as it is beside its pooling."""
+        return name in self.pools and getattr(self.pools[name], "rows", None) is None
+
+    def begins_with_rows(self, name: str) -> bool:
+        """Whether a history's rows go into `norm_gdpa` first, and nowhere else."""
+        pffn = getattr(dict(self.blocks.items()).get(name), "pffn", None)
+        return pffn is not None and pffn.q is None
+
     def _next(self, name: str, h: History, x: Tensor) -> History:
         s = self.blocks[name](h.s, x, h.rows, h.rotary) if name in self.blocks else h.s
         pooled = h.pooled
         if name in self.pools:
             pooled, s = self.pools[name](s, h.rows, h.candidate)
+            if name in self.read_once:
+                meeting.read_once(s)
         return replace(h, s=s, pooled=pooled)
 
 
@@ -104,6 +119,9 @@ class Gem(RankingModel):
         counts = [n] + [config.interaction.tokens] * (config.layers - 1)
         self.layers = nn.ModuleList(GemLayer(config, self.towers, tokens, i) for i, tokens in enumerate(counts))
         layers: Any = self.layers
+        for i, (layer, following) in enumerate(pairwise(layers)):
+            free = [n for n, c in self.towers.items() if not (c.next_event and i == 0)]
+            layer.read_once = frozenset(n for n in free if layer.pooled_whole(n) and following.begins_with_rows(n))
         self._layouts = {name: sorted(set().union(*(layer.layouts(name) for layer in layers))) for name in self.towers}
         self.heads = Heads(config.interaction.tokens, config.dim, self.task_names, config.head, dropout=config.dropout)
         self.next_event = nn.ModuleDict({name: NextEvent(c.dim) for name, c in self.towers.items() if c.next_event})

@@ -16,7 +16,7 @@ from gem_core import ops
 from gem_core.model.config import AttentionKind, NormKind, PffnConfig, SequenceConfig
 from gem_core.model.layers import FeedForward, NormLinear, TokenMix, added_linear
 from gem_core.model.rows import Rows
-from gem_core.ops import siblings
+from gem_core.ops import meeting, siblings
 from gem_core.ops.block import rotate
 from gem_core.ops.contract import OpPrecision
 
@@ -66,13 +66,15 @@ class Pffn(nn.Module):
         kv = self.kv((x if self.mix is None else self.mix(x)).flatten(0, -2))
         k, v = siblings.unbind(kv, 2, self.heads, self.head_dim)
         k_offsets = rows.uniform(self.keys)
-        shape = (-1, self.heads, self.head_dim)
         options: dict[str, Any] = {"activation": self.config.activation, "scale_in": self.scale_in, "scale_out": self.scale_out}
         bounds: dict[str, Any] = {"max_q_len": rows.max_length, "max_k_len": self.keys}
         if self.q is None or self.out is None:
-            return siblings.flat(ops.norm_gdpa(s.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds))
+            queries = meeting.in_heads(s, self.heads, self.head_dim)
+            return siblings.flat(ops.norm_gdpa(queries, k, v, rows.offsets, k_offsets, **options, **bounds))
         q, s = self.q(s, through=True)
-        o = ops.gdpa(q.view(shape), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision)
+        o = ops.gdpa(
+            q.view(-1, self.heads, self.head_dim), k, v, rows.offsets, k_offsets, **options, **bounds, precision=self.attention_precision
+        )
         return added_linear(self.out, o.flatten(1), s, self.dropout)
 
 

@@ -91,8 +91,12 @@ def norm_linear(
     tensors = (rows_of(x), w, b, norm_weight, norm_bias, rows_of(residual))
     spec = finish(op, tensors, [("kind", kind), ("eps", float(eps))], backend)
     if through and x is given and torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
-        y, passed = _Through.apply(*tensors[:-1], spec)
-        return _shaped(y, x), _shaped(passed, x)
+        later = meeting.Later() if meeting.kept_as_they_are() else None
+        y, passed = _Through.apply(*tensors[:-1], spec, later)
+        passed = _shaped(passed, x)
+        if later is not None:
+            meeting.note_later(passed, later)
+        return _shaped(y, x), passed
     y, total, _, _ = torch.ops.gem.norm_linear.default(*tensors, spec)
     y = _shaped(y, x)
     if through:
@@ -104,26 +108,34 @@ class _Through(torch.autograd.Function):
     """`norm_linear` of ``x [M, K]``, and x itself: one backward call gets the gradients of both."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, spec: str) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, spec: str,
+        later: meeting.Later | None,
+    ) -> Any:  # fmt: skip
         y, _, mean, rstd = torch.ops.gem.norm_linear.default(x, w, b, norm_weight, norm_bias, None, spec)
         made = meeting.made_of(x) if meeting.kept_as_they_are() else None
         ctx.save_for_backward(x, w, b, norm_weight, norm_bias, mean, rstd, *(made or ()))
-        ctx.spec = spec
+        ctx.spec, ctx.later = spec, later
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+        late = None if ctx.later is None else ctx.later.take(dx)
         if dy is None:
-            return dx, None, None, None, None, None
-        needs = list(ctx.needs_input_grad[:-1])
+            return dx if late is None or dx is None else late.finished().view_as(dx), None, None, None, None, None, None
+        needs = list(ctx.needs_input_grad[:-2])
         both = ctx.saved_tensors  # once: under a checkpoint each access unpacks
         saved, made = both[:7], both[7:]
         if made:
             meeting.note_made(saved[0], meeting.Made(*made))
+        if late is not None and dx is not None:
+            meeting.note_late(dx, late)
         grads = torch.ops.gem.norm_linear_backward.default(*saved, dy, dx, needs, ctx.spec, [])
-        return *(g if need else None for g, need in zip(grads, needs)), None
+        if late is not None and dx is not None and not late.taken:
+            grads = torch.ops.gem.norm_linear_backward.default(*saved, dy, late.finished().view_as(dx), needs, ctx.spec, [])
+        return *(g if need else None for g, need in zip(grads, needs)), None, None
 
 
 def linear_norm(

@@ -107,9 +107,18 @@ def backward(
         dq, dk, dv, *_ = gdpa.backward(inner(problem), tensors, do, (*needs[:3], False, False, False, False))
     else:
         dq, (dk, dv) = do, added
-    if rows and needs[0]:
-        args = (given, do if added is None else None, grad, mean, rstd, dq, q_offsets, batch, rows)
+    beside = do if added is None else None
+
+    def finish() -> Tensor:
+        args = (given, beside, grad, mean, rstd, dq, q_offsets, batch, rows)
         launch(norm_gdpa_bwd_dq_kernel, grid, q.device, *args, *strides, **sizes)
+        return dq
+
+    later = meeting.later_of(q)
+    if later is not None and rows and needs[0]:
+        later.leave(meeting.Late(given, q_offsets, mean, rstd, dq, beside, grad, finish))
+    elif rows and needs[0]:
+        finish()
     return dq, dk, dv
 
 
@@ -130,6 +139,24 @@ def meet(made: meeting.Made, out: Tensor, rstd: Tensor, grad: Tensor, dout: Tens
             q_offsets, q_offsets.numel() - 1, rows, *_strides(given), *(t.stride(0) for t in (rows_out, grad, beside)), **sizes,
         )  # fmt: skip
     meeting.leave_gradients(dx, do, l)
+    return dx
+
+
+def meet_late(late: meeting.Late, rstd: Tensor, grad: Tensor, hat: Tensor) -> Tensor:
+    """The backward pass of an RMSNorm without weight of the rows that `norm_gdpa` reads as q, from the gradient ``grad [N, H D]`` of its
+    result, plus what `norm_gdpa` left of its own; ``hat`` is filled with the result."""
+    from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_bwd_late_kernel
+
+    late.taken = True
+    q = late.q
+    rows, heads, d = q.shape
+    grad = rows_contiguous(grad)
+    dx = torch.empty((rows, heads * d), dtype=q.dtype, device=q.device)
+    grid, sizes = _grid(heads, d, rows)
+    launch(
+        norm_gdpa_bwd_late_kernel, grid, q.device, q, late.dl, late.do, late.grad, late.mean, late.rstd, grad, rstd, dx, hat,
+        late.q_offsets, late.q_offsets.numel() - 1, rows, *_strides(q, late.grad), grad.stride(0), **sizes,
+    )  # fmt: skip
     return dx
 
 

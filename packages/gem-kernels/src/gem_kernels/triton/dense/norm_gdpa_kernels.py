@@ -17,6 +17,10 @@ comes beside it (skip connection), the pass of do is done there:
 
     rows     g = r₁ (h − x̂ Σ(h x̂) / n) + e, x̂, do, l                            reads h, out, e, q     writes g, x̂, do, l
 
+Where q is what `norm_linear` handed on, the pass of dq is done in its backward pass, from the gradient h of its x̂ = q · r₁:
+
+    rows     dq as above, g₁ = r₁ (h − x̂ Σ(h x̂) / n) + dq, x̂                    reads da, q, g, h      writes g₁, x̂
+
 Rows past the last offset get zeros. The passes go from the last row to the first: products go the other way, so that what one leaves in the
 L2 cache is what the next begins with.
 """
@@ -191,3 +195,30 @@ def norm_gdpa_bwd_dq_kernel(
     d = dl - (tl.sum(dl, 1) / (H * D))[:, None] - l * (tl.sum(dl * l, 1) / (H * D))[:, None]
     g = _load(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
     _store(dq, d * r[:, None] + g, row, rows, H, D, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def norm_gdpa_bwd_late_kernel(
+    q, dl, do, dout, mean, rstd, h, scale, g, hat, q_offsets, batch, rows,
+    stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_gn: tl.constexpr, stride_gh: tl.constexpr, stride_hn: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of ROWS rows: x̂ of the RMSNorm with ``scale`` that reads q, and the gradient of q by it and by `norm_gdpa`."""
+    row = _first_row(ROWS)
+    i = row + tl.arange(0, ROWS)
+    end = tl.load(q_offsets + batch).to(tl.int64)
+    x = _load(q, stride_qn, stride_qh, row, rows, H, D, ROWS, COLUMNS)
+    of_l = _load(dl, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    if do is not None:
+        of_l += _load(do, H * D, D, row, end, H, D, ROWS, COLUMNS)
+    beside = _load(dout, stride_gn, stride_gh, row, end, H, D, ROWS, COLUMNS)
+    dhat = _load(h, stride_hn, D, row, rows, H, D, ROWS, COLUMNS)
+    r1 = tl.load(scale + i, mask=i < rows, other=0.0)[:, None]
+    normed = x * r1
+    _store(hat, normed, row, rows, H, D, ROWS, COLUMNS)
+    found = (dhat - normed * (tl.sum(dhat * normed, 1) / (H * D))[:, None]) * r1
+    # 0 past the last offset, where l is not what the norm would give
+    r = tl.load(rstd + i, mask=i < end, other=0.0)
+    l = _normed(x, tl.load(mean + i, mask=i < rows, other=0.0), r, H, D, COLUMNS)
+    d = of_l - (tl.sum(of_l, 1) / (H * D))[:, None] - l * (tl.sum(of_l * l, 1) / (H * D))[:, None]
+    _store(g, found + d * r[:, None] + beside, row, rows, H, D, ROWS, COLUMNS)

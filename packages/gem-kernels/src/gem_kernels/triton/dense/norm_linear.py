@@ -125,7 +125,12 @@ def backward(
     dx = dw = dnorm_weight = dnorm_bias = None
     xhat = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[1] or needs[3] else None
     made = None if layer or dtotal is None or xhat is None else meeting.made_of(given)
-    if needs[0] and made is not None and xhat is not None and made.q.dtype == x.dtype:
+    late = meeting.late_with(dout[1])
+    if late is not None and (layer or made is not None or xhat is None or not needs[0] or late.q.data_ptr() != x.data_ptr()):
+        dtotal, late = late.finished().view(x.shape), None
+    if late is not None and xhat is not None:
+        dx = norm_gdpa.meet_late(late, rstd, dy @ fold(w, norm_weight), xhat)
+    elif needs[0] and made is not None and xhat is not None and made.q.dtype == x.dtype:
         dx = norm_gdpa.meet(made, x, rstd, dy @ fold(w, norm_weight), dtotal, xhat)
     elif needs[0]:
         folded = fold(w, norm_weight)

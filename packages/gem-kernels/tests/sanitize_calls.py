@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem_core import ops
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import adamw, dispatch, expert_tokens, siblings
+from gem_core.ops import adamw, dispatch, expert_tokens, meeting, siblings
 from gem_core.ops.contract import OpPrecision, Problem
 from gem_core.ops.contracts import contracts
 from gem_core.ops.explain import problem_of
@@ -214,13 +214,15 @@ def portable(spec: KernelSpec) -> Iterator[Entry]:
 
 
 def meeting_passes(backend: str) -> bool:
-    """The backward passes of `norm_gdpa` and of the norm that read its rows, in one."""
+    """The backward passes of `norm_gdpa` and of the norms before it and after it, in two."""
     draw, q, k = Draw(torch.bfloat16, DEVICE), (65, 0, 200), (3, 2, 128)
     leaves = [t.requires_grad_() for t in (*rows_of(draw, {"q": q, "k": k, "v": k}, 2, 128).values(), draw.normal(64, 256))]
-    *qkv, w = leaves
+    x, *kv, w = leaves
     bounds = {"max_q_len": 200, "max_k_len": 128, "backend": backend}
-    rows = siblings.flat(ops.norm_gdpa(*qkv, draw.offsets(q), draw.offsets(k), **bounds))
-    gradients(ops.norm_linear(rows, w, None, through=True, backend=backend), leaves)
+    y, rows = ops.norm_linear(x.flatten(1), w, None, through=True, backend=backend)
+    meeting.read_once(rows)
+    rows = siblings.flat(ops.norm_gdpa(meeting.in_heads(rows, 2, 128), *kv, draw.offsets(q), draw.offsets(k), **bounds))
+    gradients((y, *ops.norm_linear(rows, w, None, through=True, backend=backend)), leaves)
     return True
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import gem_precision
 from gem_core.errors import NumericsError
+from gem_core.testing.strategies import run_processes
 from gem_core.train.pack import pack, unpack
 from gem_precision.formats import quantize_mx
 from gem_precision.gemm import quantise
@@ -154,6 +155,44 @@ def test_spike_shelters_all_sites_and_they_come_back():
     assert site.precision == "mxfp8"
 
 
+def test_attention_which_is_not_tried_in_bf16_comes_back_after_a_quiet_period():
+    site = Site("layer", "attention", [("mxfp8", "low"), ("bf16", None)])
+    guard = NumericsGuard([site], GuardConfig(sample_every=1, quiet=3, alarm_steps=2, spike_window=8))
+    feed(guard, 1, q=sums(dead=1.0))
+    assert site.precision == "bf16"
+    for step in range(2, 4):
+        feed(guard, step)
+    assert site.precision == "bf16"
+    feed(guard, 4)
+    assert site.precision == "mxfp8"
+    # and an alarm ends while nothing is tried, so that steps are replayed again
+    for step in range(5, 20):
+        feed(guard, step, loss=0.6 + 0.001 * (step % 3), q=sums())
+    feed(guard, 20, loss=5.0, q=sums())
+    assert (site.precision, guard.alarm) == ("bf16", 2)
+    feed(guard, 21, loss=0.6)
+    feed(guard, 22, loss=0.6)
+    assert guard.alarm == 0
+
+
+def samples_apart(rank: int, world: int, _: None) -> dict:
+    """Experts that are spread: every rank knows all sites, and samples its own; the last has none."""
+    sites = [Site(f"expert.{i}", "linear", linear_levels("mxfp8", mx_linear())) for i in range(3)]
+    guard = NumericsGuard(sites, GuardConfig(sample_every=1))
+    if rank < 2:
+        operands = {"fprop.x": sums(dead=float(rank == 1))} | ({"dgrad.w": sums()} if rank else {})
+        sites[rank].samples.update({name: torch.tensor(values, dtype=torch.float64) for name, values in operands.items()})
+    guard.on_step(1, torch.tensor(1.0))
+    return pack(guard.state_dict())[0]
+
+
+def test_sites_that_are_not_on_all_ranks_are_judged_apart_and_known_to_all(tmp_path):
+    states = run_processes(3, samples_apart, None, tmp_path)
+    assert states[0]["levels"] == {"expert.0": 0, "expert.1": 2, "expert.2": 0}
+    assert states[0]["records"]["expert.1"]["worst"].keys() == {"fprop.x", "dgrad.w"}
+    assert states == states[:1] * 3
+
+
 def test_nonfinite_losses_raise_the_alarm_then_shelter_then_stop():
     guard, site = guarded(sample_every=1000, alarm_steps=3, stop_after=4)
     feed(guard, 1, loss=0.5)
@@ -272,9 +311,11 @@ def test_state_goes_through_a_checkpoint():
     guard._demote(1, guard.sites["1"], 1, "by hand", {"amax": 3.0})
     for n in range(1, 5):
         step(net, guard, n)
-    described, tensors = pack(guard.state_dict())
+    described, tensors = pack([guard.state_dict(), guard.rank_state()])
     other_net, other = fresh()
-    other.load_state_dict(unpack(json.loads(json.dumps(described)), tensors))
+    state, own = unpack(json.loads(json.dumps(described)), tensors)
+    other.load_state_dict(state)
+    other.load_rank_state(own)
     assert [str(d) for d in other.decisions] == [str(d) for d in guard.decisions]
     assert other.sites["1"].precision == "mxfp8-wgrad-bf16"
     # stochastic rounding goes on where it was

@@ -205,6 +205,9 @@ class Guard(Protocol):
     An attribute ``capturable``, true: a step may be recorded and replayed, since the recipe's modules compute the same in every step or
     since ``recording()`` tells when they do not: it returns a hashable that names what the coming step computes, or None if that step
     must not be replayed (the guard samples in it). Steps recorded under another name are recorded anew.
+
+    ``state_dict`` is the same on every rank, and rank 0's is stored. A guard with state of each rank, as random generators are, may have
+    ``rank_state()`` and ``load_rank_state(state)``, which gives a rank back its own where there are as many ranks as before.
     """
 
     def describe(self) -> Sequence[tuple[str, str, str]]:

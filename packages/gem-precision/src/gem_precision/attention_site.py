@@ -18,8 +18,8 @@ current: ContextVar[Site | None] = ContextVar("gem_precision_attention_site", de
 def watch_attention(module: nn.Module, site: Site) -> None:
     """Give ``module.attention_precision`` the site's precision, now and whenever it moves.
 
-    A site at its safest level is not probed: it comes back after the quiet period and is judged again then. Inside a compiled graph it is
-    not sampled either (which module an op belongs to cannot be told there): losses and NE drift watch it.
+    A site at its safest level is not probed: it comes back after a quiet period without samples and is judged again then. Inside a compiled
+    graph it is not sampled either (which module an op belongs to cannot be told there): losses and NE drift watch it.
     """
 
     def changed(precision: Any) -> None:

@@ -99,8 +99,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def load_rank(checkpoint: Checkpoint, runtime: Runtime) -> dict[str, Any] | None:
-    """Put this rank's generators back and return its data position.
+def load_rank(checkpoint: Checkpoint, parts: Parts, runtime: Runtime) -> dict[str, Any] | None:
+    """Put this rank's generators and what its guard has of its own back, and return its data position.
 
     With another number of ranks than before, the generators go on from new seeds, and every rank gets rank 0's position: sources tell their
     position for the whole data set, not for a rank.
@@ -114,6 +114,8 @@ def load_rank(checkpoint: Checkpoint, runtime: Runtime) -> dict[str, Any] | None
         random.setstate(rng["python"])
         if rng["cuda"] is not None and runtime.device.type == "cuda":
             torch.cuda.set_rng_state(rng["cuda"].clone(), runtime.device)
+        if stored.get("guard"):
+            parts.guard.load_rank_state(stored["guard"])  # type: ignore[attr-defined]
     else:
         torch.manual_seed(torch.initial_seed() + checkpoint.step)
     position: dict[str, Any] | None = stored["feed"]

@@ -455,7 +455,8 @@ class Trainer:
         started = time.perf_counter()
         self.watch.note(self.info.step, "checkpoint")
         parts, rt = self.parts, self.runtime
-        ranks = rt.gather_objects({"rng": state.rng_state(rt.device), "feed": self.position})
+        own = {"rng": state.rng_state(rt.device), "feed": self.position, "guard": getattr(parts.guard, "rank_state", dict)()}
+        ranks = rt.gather_objects(own)
         shared = {
             "guard": parts.guard.state_dict(),
             "best": self.best.state_dict(),
@@ -504,7 +505,7 @@ class Trainer:
         self.skipped, self.skipped_in_a_row = shared["skipped"]
         self.info.step, self.info.samples = checkpoint.step, int(checkpoint.meta["samples"])
         self.saved_at = checkpoint.step
-        self.position = state.load_rank(checkpoint, self.runtime)
+        self.position = state.load_rank(checkpoint, self.parts, self.runtime)
         if self.position is not None:
             self.feed.load_position(self.position)
             self.partition = self.position["source"].get("partition")

@@ -1,14 +1,16 @@
 """Samples the sites, judges them, moves them.
 
 Nothing waits for the device: the sums of a sample and every loss are copied to pinned memory and judged ``lag`` steps later, on every rank
-at the same step and, since the sums are added over the ranks first, with the same result.
+at the same step and, since the sums are added over the ranks first, with the same result: also for sites that only some ranks have, as
+those of experts that are spread, or that only some have sampled.
 
 ::
 
     recipe --(wgrad operand bad)--> wgrad in bf16 --(bad)--> bf16          up one level after `quiet` clean samples,
        \\-----(fprop or dgrad operand bad)------------------>/              twice as many after each further demotion
 
-While a site is demoted its recipe is still tried on the operands of the sampled steps, only to be measured.
+While a site is demoted its recipe is still tried on the operands of the sampled steps, only to be measured; attention is not tried, and
+comes back after as many samples of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from gem_core.train.runtime import OnItsWay
 from gem_precision.guard.config import GuardConfig
 from gem_precision.guard.losses import LossWatch
 from gem_precision.guard.metrics import Metrics, metrics, violations
-from gem_precision.site import Site
+from gem_precision.site import SUMS, Site
 
 log = logging.getLogger("gem_precision.guard")
 
@@ -103,7 +105,7 @@ class NumericsGuard:
             return {}
         self.step = step
         self._pending.append((step, "loss", [], OnItsWay(loss.detach().double().reshape(1, 1))))
-        self._collect(step)
+        self._collect(step, loss.device)
         lag = CUDA_LAG if loss.is_cuda else 0
         while self._pending and self._pending[0][0] <= step - lag:
             self._receive()
@@ -152,8 +154,19 @@ class NumericsGuard:
             "alarm": self.alarm,
             "step": self.step,
             "turn": self._turn,
-            "generators": {name: site.generator.get_state() for name, site in self.sites.items() if site.generator is not None},
+            "drift": self.drift,
+            "pending": [(step, what, keys, sent.received()) for step, what, keys, sent in self._pending],
         }
+
+    def rank_state(self) -> dict[str, Any]:
+        """What each rank has of its own: where its noise stands."""
+        return {"generators": {name: site.generator.get_state() for name, site in self.sites.items() if site.generator is not None}}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        for name, stored in state["generators"].items():
+            site = self.sites.get(name)
+            if site is not None and site.generator is not None:
+                site.generator.set_state(stored.cpu().clone())  # aligned: what is read from a checkpoint need not be
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sites that the state does not know stay as they are; unknown ones of the state are ignored with a warning. The empty state of a
@@ -166,17 +179,17 @@ class NumericsGuard:
             if name in state["levels"]:
                 site.move(min(int(state["levels"][name]), len(site.levels) - 1))
                 self.records[name] = _Record(**state["records"][name])
-            if site.generator is not None and name in state["generators"]:
-                site.generator.set_state(state["generators"][name].cpu())
         self.decisions = [Decision(**d) for d in state["decisions"]]
         self._told = len(self.decisions)
         self.losses.history.clear()
         self.losses.history.extend(state["losses"])
         self.losses.nonfinite_in_a_row = state["nonfinite"]
         # arming counts the turn of the sample that may be due next
-        self.alarm, self.step = state["alarm"], state["step"]
+        self.alarm, self.step, self.drift = state["alarm"], state["step"], state.get("drift", 0.0)
         self._turn = state["turn"] - self._due(self.step + 1)
         self._pending.clear()
+        for step, what, keys, values in state.get("pending", ()):
+            self._pending.append((step, what, keys, OnItsWay(values)))
         self._arm(self.step + 1)
 
     # Sampling
@@ -191,12 +204,15 @@ class NumericsGuard:
     def _due(self, step: int) -> bool:
         return self.config.enabled and (self.alarm > 0 or step % self.config.sample_every == 0 or step == 1)
 
-    def _collect(self, step: int) -> None:
-        keys = [(name, operand) for name, site in self.sites.items() for operand in site.samples]
-        if not keys:
+    def _collect(self, step: int, device: torch.device) -> None:
+        if not self._due(step):
             return
-        sums = torch.stack([self.sites[name].samples[operand] for name, operand in keys])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        own = {(name, operand): sums for name, site in self.sites.items() for operand, sums in site.samples.items()}
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        keys = _of_all_ranks(list(own)) if several else list(own)
+        none = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        sums = torch.stack([own.get(key, none) for key in keys]) if keys else none.new_zeros(0, len(SUMS), device="cpu")
+        if several and keys:
             amax = sums[:, 0].contiguous()
             dist.all_reduce(amax, dist.ReduceOp.MAX)
             dist.all_reduce(sums)
@@ -240,8 +256,11 @@ class NumericsGuard:
         by_site: dict[str, dict[str, dict[str, float]]] = {}
         for (name, operand), sums in zip(keys, rows):
             by_site.setdefault(name, {})[operand] = metrics(sums)
-        for name, operands in by_site.items():
-            self._judge_site(step, self.sites[name], operands)
+        for site in self.sites.values():
+            if site.name in by_site:
+                self._judge_site(step, site, by_site[site.name])
+            elif site.kind == "attention" and site.level:
+                self._judge_site(step, site, {})
 
     def _judge_site(self, step: int, site: Site, operands: dict[str, dict[str, float]]) -> None:
         record, config = self.records[site.name], self.config
@@ -330,3 +349,10 @@ class NumericsGuard:
             scalars["guard_max_underflow"] = max(m["underflow"] for m in operands)
             scalars["guard_max_relative_error"] = max(m["relative_error"] for m in operands)
         return scalars
+
+
+def _of_all_ranks(own: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What any rank has sampled, in one order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return list(dict.fromkeys(key for keys in found for key in keys))

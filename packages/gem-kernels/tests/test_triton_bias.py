@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gem_core import ops
+from gem_core.errors import OpError
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import dispatch
 from gem_kernels.bench.attention_rows import ROWS, Data, small
@@ -328,7 +329,26 @@ def test_hopper(case: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inputs, launch_bias):
         monkeypatch.setattr(module, "choose", choose)
     times, edges = kind.split(":")
-    compare(op, times, edges, torch.bfloat16, lengths=[*LENGTHS, 200, 256, 191, 0, 127], most=8e-3, backend="hopper-only", **more)
+    backend = "hopper" if edges == "many" else "hopper-only"
+    compare(op, times, edges, torch.bfloat16, lengths=[*LENGTHS, 200, 256, 191, 0, 127], most=8e-3, backend=backend, **more)
+
+
+@pytest.mark.parametrize(("buckets", "radius", "grads", "fits"), [
+    (32, 40, True, True), (33, 40, True, False), (33, 40, False, True), (256, 40, False, True), (257, 40, False, False),
+    (20, 2100, True, False), (20, 2100, False, True),
+])  # fmt: skip
+def test_hopper_only_takes_no_others(buckets: int, radius: int, grads: bool, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that its kernels do not hold is refused before anything runs, where ``hopper`` takes the portable kernels."""
+    taken = []
+    monkeypatch.setattr(launch_bias, "_choose", lambda x, kernel, only, run: taken.append(kernel))
+    row = next(r for r in ROWS if r.bias is not None)
+    data = Data(small(row), "cpu")
+    problem = replace(data.problem("gdpa"), needs_grad=grads)
+    tables = {"bias_position": torch.zeros(data.row.heads, 2 * radius + 1), "bias_time": torch.zeros(data.row.heads, buckets)}
+    tensors = {**data.tensors, **tables, "bias_time_edges": torch.arange(buckets - 1)}
+    with nullcontext() if fits else pytest.raises(OpError, match=rf"{buckets} time buckets.*hold 256 buckets, with gradients 32"):
+        launch_bias.forward(problem, tuple(tensors.values()), True)
+    assert taken == (["hopper.bias_forward"] if fits else [])
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.errors import OpError
 from gem_core.ops import siblings
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.attention import launch_backward, launch_forward, warp_sums
@@ -31,6 +32,8 @@ def forward(problem: Problem, tensors: tuple[Tensor | None, ...], gluon_only: bo
     """Output ``[rows, H, D]`` and, for softmax, lse ``[H, rows]`` (else None)."""
     p = plan(problem)
     x = Inputs(p, tensors)
+    if gluon_only and not _nothing(x):
+        _refuse(x, problem)
     if _nothing(x) or x.edges >= _CODES:
         return launch_forward.forward(problem, tensors)
     out = torch.empty(x.out_rows, p.heads, p.dv, dtype=x.q.dtype, device=x.device)
@@ -69,8 +72,7 @@ def backward(
     """Gradients of q, k, v, target_k, target_v, bias_position, bias_time, None where not needed."""
     p = plan(problem)
     x = Inputs(p, saved[:18])
-    wide = row_width(x) > launch_backward._WIDEST_ROW or x.edges >= _LANES
-    if _nothing(x) or not all(needs[:3]) or not (needs[5] and needs[6]) or wide:
+    if _nothing(x) or not all(needs[:3]) or not (needs[5] and needs[6]) or _wide(x):
         return launch_backward.backward(problem, saved, dout, needs)
     found: list[tuple[Tensor | None, ...]] = []
 
@@ -96,6 +98,26 @@ def _backward(x: Inputs, results: tuple[Tensor | None, ...], dout: Tensor, needs
     choose_and_run(x, "hopper.bias_dq", dq_candidates, lambda config: tables.__setitem__(slice(None), _dq(pass_, config)))
     choose_and_run(x, "hopper.bias_dkdv", dkdv_candidates, lambda config: _dkdv(pass_, dk, dv, config))
     return pass_.dq, dk, dv, None, None, *tables
+
+
+def _wide(x: Inputs) -> bool:
+    """Whether the backward pass has no room for the bias's tables."""
+    return row_width(x) > launch_backward._WIDEST_ROW or x.edges >= _LANES
+
+
+def _refuse(x: Inputs, problem: Problem) -> None:
+    """Tables that the portable kernels would be taken for, which this implementation promises not to do; the problem does not show them.
+
+    :raises OpError: with what the kernels hold.
+    """
+    if x.edges < _CODES and not (problem.needs_grad and _wide(x)):
+        return
+    raise OpError(
+        f"hopper-only: a bias of {x.edges + 1:,} time buckets and {2 * x.radius + 1:,} positions; its kernels hold {_CODES} buckets, with "
+        f"gradients {_LANES} buckets and rows of {launch_backward._WIDEST_ROW:,} entries",
+        where=f"kernels.ops.{problem.op}",
+        fix='choose "hopper", which takes the portable kernels there',
+    )
 
 
 def row_width(x: Inputs) -> int:

@@ -1,7 +1,8 @@
 """The Hopper implementations of attention, norms, products and `mlp` that gem-kernels offers.
 
-``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others, but with
-more time buckets of a relative bias than its kernels hold (32 backward, 256 forward) or a wider table of positions than a row's bins.
+``hopper`` takes these kernels or the portable ones pass by pass, by its configuration table; ``hopper-only`` takes no others, and refuses a
+relative bias with more time buckets than its kernels hold (32 with gradients, 256 without) or a wider table of positions than a row's bins.
+Where only some of a bias's gradients are asked for, or a batch is empty, both take the portable ones.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import gem_core
 from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import config_from_dict, resolve
 from gem_core.config.features import Features
-from gem_core.errors import CheckpointError, ConfigError
+from gem_core.errors import CheckpointError, ConfigError, DataError
 from gem_core.model.contract import Shards
 from gem_core.sources.planted import PlantedLog
 from gem_core.sources.synthetic import SyntheticConfig, SyntheticSource, synthetic_features
@@ -171,6 +171,21 @@ def test_growth_that_would_change_ids_is_refused(tmp_path: Path):
         gem_core.train(config(steps=1, start=tmp_path / "none"), run_dir=tmp_path / "c", quiet=True)
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / "c").exists()
+
+
+def test_ids_that_are_made_in_another_way_are_refused(tmp_path: Path):
+    gem_core.train(config(with_rows(200, edges=(1.0, 2.0)), steps=1), run_dir=tmp_path / "a", quiet=True)
+    for item, what in (({"edges": (1.0, 3.0)}, r"edges was \[1.0, 2.0\], is \[1.0, 3.0\]"), ({}, "edges was .*, is None")):
+        with pytest.raises(ConfigError, match=f"'sparse.advertiser' are made in another way.*{what}"):
+            gem_core.train(config(with_rows(200, **item), steps=1, start=tmp_path / "a"), run_dir=tmp_path / "b", quiet=True)
+    header = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps(header | {"hashed": {"sparse.advertiser": ["text"]}}))
+    SyntheticSource.hashed = {"sparse.advertiser": ["integers"]}
+    try:
+        with pytest.raises(DataError, match="holds integers, in training text"):
+            gem_core.train(config(with_rows(200, edges=(1.0, 2.0)), steps=1, start=tmp_path / "a"), run_dir=tmp_path / "b", quiet=True)
+    finally:
+        del SyntheticSource.hashed
 
 
 # --- drift ---

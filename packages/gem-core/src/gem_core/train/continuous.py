@@ -23,8 +23,8 @@ from gem_core.config.features import Sparse
 from gem_core.errors import CheckpointError, ConfigError
 from gem_core.model.contract import Shards
 from gem_core.model.tables import LocalTables, sparse_group
-from gem_core.sources.fitted import load_fitted
-from gem_core.sources.hashing import key_of, mix64
+from gem_core.sources.fitted import Fitted, load_fitted
+from gem_core.sources.hashing import key_of, mix64, salt_of
 from gem_core.train import state
 from gem_core.train.build import Parts
 from gem_core.train.checkpoint import Checkpoint, check_fit
@@ -98,7 +98,7 @@ def warm_start(parts: Parts, dense: DenseAdamW, config: Config, runtime: Runtime
     """Load the newest checkpoint of the run ``train.warm_start`` into ``parts`` and ``dense``; what of it, for run.json.
 
     :raises CheckpointError: no usable checkpoint, another model, or a table that became smaller; ConfigError: a table whose ids would
-        change their meaning by growing.
+        change their meaning, by growing or since they are made another way.
     """
     before = Path(str(config.train.warm_start))
     trained = run_config(before)
@@ -151,11 +151,35 @@ def _check_growth(
                 where=f"features.{path}",
                 fix="keep its rows, or use a vocabulary, which grows at its end (gemrec data vocab --extend)",
             )
-    old, new = load_fitted(before).vocabularies, load_fitted(now).vocabularies
-    for table, words in old.items():
-        if new.get(table, words)[: len(words)] != words:
+    old, new = load_fitted(before), load_fitted(now)
+    ways = _ways(before, old)
+    for path, way in _ways(now, new).items():
+        changed = [f"{key} was {ways[path][key]}, is {value}" for key, value in way.items() if ways.get(path, way)[key] != value]
+        if changed:
+            raise ConfigError(
+                f"the ids of {path!r} are made in another way than in the run to start from: {changed[0]}",
+                where=f"features.{path}",
+                fix="declare the feature as that run did (config.toml in its folder); bucket edges are kept by gemrec data vocab --extend",
+            )
+    for table, words in old.vocabularies.items():
+        if new.vocabularies.get(table, words)[: len(words)] != words:
             raise ConfigError(
                 f"the vocabulary of {table!r} does not begin with that of the run to start from: ids would change their meaning",
                 where="features.fitted",
                 fix="make it with 'gemrec data vocab CONFIG --extend OLD', which keeps the places of what was there",
             )
+
+
+def _ways(features: Features, fitted: Fitted) -> dict[str, dict[str, Any]]:
+    """How ids are made, by the feature's path."""
+    found = {}
+    for path, ids in features.id_features().items():
+        hashed = ids.hash or (isinstance(ids, Sparse) and ids.cross is not None)
+        edges = ids.edges if ids.buckets is None else fitted.edges_of(path)
+        found[path] = {
+            "hash": hashed,
+            "salt": (salt_of(features.table_of(path)) if ids.salt is None else ids.salt) if hashed else None,
+            "vocabulary": ids.vocabulary,
+            "edges": None if edges is None else list(edges),
+        }
+    return found

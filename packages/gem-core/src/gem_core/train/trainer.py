@@ -31,6 +31,7 @@ from gem_core.train.feed import Fed, Feed, grouped
 from gem_core.train.heldout import HeldOut
 from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
+from gem_core.train.offline import hashed_in
 from gem_core.train.optim import schedule_factor
 from gem_core.train.pack import save_packed
 from gem_core.train.runfolder import RunFolder, device_name, environment, summary_record, writing
@@ -165,6 +166,7 @@ class Trainer:
         self.callbacks = self._build_callbacks()
         self._seed()
         if not continues and train.warm_start is not None:
+            check_hashed(source, hashed_in(RunFolder(Path(train.warm_start))))
             self.warm = warm_start(self.parts, self.step.dense, self.config, self.runtime)
         rt.on_main(lambda: self.folder.create(self.config, self.resume))
         self.fitted = rt.on_main(lambda: self.folder.keep_fitted(self.config))

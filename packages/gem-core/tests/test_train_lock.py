@@ -158,6 +158,34 @@ def test_a_turn_that_nobody_ended_ends_by_itself(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("by_system", [True, False])
+def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch, by_system):
+    """By the next one that has the lock; what somebody may be writing right now stays."""
+    if by_system:
+        monkeypatch.undo()
+    code = f"""
+import fcntl, os, pathlib, signal
+from gem_core.train import runlock
+def refuse(*_): raise OSError(9, "Bad file descriptor")
+fcntl.flock = refuse
+os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+runlock.RunLock(pathlib.Path({str(tmp_path)!r})).hold()
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(f"{NAME}-")
+    fresh = tmp_path / f"{NAME}-{'0' * 32}"
+    for name in ("", "-turn"):
+        (tmp_path / f"{left.name}{name}").touch()
+        os.utime(tmp_path / f"{left.name}{name}", (time.time() - 3600.0,) * 2)
+    fresh.touch()
+    lock = RunLock(tmp_path)
+    lock.hold()
+    assert {path.name for path in tmp_path.iterdir()} == {fresh.name, *(() if by_system else (NAME,))}
+    lock.release()
+    assert list(tmp_path.iterdir()) == [fresh]
+
+
 def test_a_holder_whose_file_is_taken_says_so_and_leaves_it(tmp_path, caplog):
     lock = RunLock(tmp_path)
     lock.hold()

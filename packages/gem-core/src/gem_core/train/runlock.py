@@ -52,7 +52,8 @@ class RunLock:
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return self._sweep()
             except BlockingIOError:
                 if time.monotonic() < end:
                     time.sleep(0.1)
@@ -66,6 +67,7 @@ class RunLock:
                 break
         try:
             self._hold_file()
+            self._sweep()
         except OSError as error:
             fix = "look at the folder's permissions and at the file system, or give another one: --run-dir"
             what = f"the run folder cannot be locked against other trainings: {error.strerror}"
@@ -161,7 +163,10 @@ class RunLock:
             self.file.rename(aside)
         except FileNotFoundError:
             return
-        found = aside.read_text()
+        try:
+            found = aside.read_text()
+        except FileNotFoundError:  # silent for so long that somebody's `_sweep` took it
+            return
         if found == owner:
             _log.warning("%s was locked by %s, of which there is no sign of life: taken over", self.folder, owner.rpartition(" ")[0])
         else:  # the owner let go after all, and another came
@@ -187,6 +192,13 @@ class RunLock:
         now = own.stat().st_mtime
         own.unlink()
         return now - changed > STALE_S
+
+    def _sweep(self) -> None:
+        """Remove what processes left that were killed while they looked at the lock: files that live for milliseconds, long silent."""
+        for left in list(self.folder.glob(f"{NAME}-*")):
+            with suppress(OSError):
+                if self._silent(left.stat().st_mtime):
+                    left.unlink(missing_ok=True)
 
     def _seen(self) -> tuple[str, float] | None:
         try:

@@ -57,7 +57,7 @@ def recency():
 
 
 def test_rows_unread_for_more_than_so_many_partitions_begin_anew(recency: Recency):
-    table, sums = recency.tables.weight("item"), recency.tables.accumulator("item")
+    table, sums = recency.parts.tables.weight("item"), recency.parts.tables.accumulator("item")
     before = table.detach().clone()
     recency.turn()  # partition 1
     recency.note(batch([0, 1], [0, 0], [2]))
@@ -83,7 +83,7 @@ def test_new_rows_are_drawn_like_the_first_ones_and_the_same_again(recency: Rece
         recency.load_state_dict(kept)
         for _ in range(3):
             recency.turn()
-        rows.append(recency.tables.weight("item").detach().clone())
+        rows.append(recency.parts.tables.weight("item").detach().clone())
     assert torch.equal(*rows)
     assert 0.2 < float(rows[0].std()) < 1.0  # dim 4: 0.5
 

@@ -94,7 +94,7 @@ class Tables(Protocol):
       for updates that are not part of autograd; ``ok`` is a bool scalar on the device, and where it is false nothing may change. Returns
       the squared norm of the mean gradients of all tables over all ranks (fp32 scalar), or None if it does not know.
     - ``output``, an attribute: the dtype of looked-up rows and of their gradients where it is not fp32.
-    - ``state_loaded()``: called after a checkpoint was written into the tensors of ``state_items()``.
+    - ``state_loaded()``: called after a checkpoint, or new rows, were written into the tensors of ``state_items()``.
     - ``describe() -> Sequence[str]``: lines for the head of the run (plan, bytes a rank, what is and is not pipelined).
     """
 

@@ -21,8 +21,8 @@ from gem_core.batch import Batch
 from gem_core.config import Config, Features
 from gem_core.config.features import Sparse
 from gem_core.errors import CheckpointError, ConfigError
-from gem_core.model.contract import Shards
-from gem_core.model.tables import LocalTables, sparse_group
+from gem_core.model.contract import Shards, TableSet
+from gem_core.model.tables import sparse_group
 from gem_core.sources.fitted import Fitted, load_fitted
 from gem_core.sources.hashing import key_of, mix64, salt_of
 from gem_core.train import state
@@ -32,6 +32,8 @@ from gem_core.train.offline import run_config
 from gem_core.train.optim import DenseAdamW
 from gem_core.train.runfolder import RunFolder
 from gem_core.train.runtime import Runtime
+from gem_core.train.shards import State, shards_of
+from gem_core.train.state import tables_loaded
 
 NEVER = -1
 
@@ -39,24 +41,27 @@ NEVER = -1
 class Recency:
     """Knows the partition in which each row of each table was read last, and gives back those read last more than ``after`` ago.
 
-    :raises ConfigError: tables that this process does not hold whole, or whose optimizer state is not theirs alone.
+    Every process knows it of every row, 4 bytes a row, wherever the rows themselves are.
+
+    :raises ConfigError: rows that ids do not name themselves, or whose optimizer state is not theirs alone.
     """
 
     def __init__(self, parts: Parts, config: Config, runtime: Runtime, after: int) -> None:
         tables = parts.tables
-        if not isinstance(tables, LocalTables) or config.train.tables.kind != "rowwise_adagrad":
+        found: TableSet | None = getattr(tables, "table_set", None)
+        names = {f"{t.name}.{what}" for t in found.tables for what in ("weight", "accumulator")} if found else set()
+        if found is None or config.train.tables.kind != "rowwise_adagrad" or set(parts.table_state()) != names:
             raise ConfigError(
-                "rows are given back only in tables that each process holds whole and row-wise AdaGrad updates",
+                "rows are given back only where row-wise AdaGrad updates tables whose rows the ids name, without collision management",
                 where="train.tables.evict_after",
-                fix='set parallel.sparse = "local" and train.tables.kind = "rowwise_adagrad", or leave it out',
+                fix='set train.tables.kind = "rowwise_adagrad", and ids = "hash" for all tables, or leave it out',
             )
-        self.tables, self.runtime, self.after, self.seed = tables, runtime, after, config.run.seed
+        self.parts, self.table_set, self.runtime, self.after, self.seed = parts, found, runtime, after, config.run.seed
         self.initial = config.train.tables.initial_accumulator
         # what a retrieval model scores is no sign of life: negatives are drawn from all items
-        self.lookups = tuple(k for k in tables.table_set.lookups if k.key.startswith(("sparse.", "sequences.")))
+        self.lookups = tuple(k for k in found.lookups if k.key.startswith(("sparse.", "sequences.")))
         self.partition = 0
-        device = runtime.device
-        self.last = {t.name: torch.full((t.rows,), NEVER, dtype=torch.int32, device=device) for t in tables.table_set.tables}
+        self.last = {t.name: torch.full((t.rows,), NEVER, dtype=torch.int32, device=runtime.device) for t in found.tables}
 
     def note(self, batch: Batch) -> None:
         """The rows that ``batch``, on the device, reads were read in this partition."""
@@ -67,31 +72,47 @@ class Recency:
 
     @torch.no_grad()
     def turn(self) -> dict[str, int]:
-        """A new partition begins: rows given back, by table. Called by all ranks alike; every rank then holds the same."""
+        """A new partition begins: rows given back, by table. Called by all ranks alike; every rank then knows the same."""
+        self._agree()
         self.partition += 1
-        freed: dict[str, int] = {}
-        for i, spec in enumerate(self.tables.table_set.tables):
+        freed = {}
+        for i, spec in enumerate(self.table_set.tables):
             last = self.last[spec.name]
-            if self.runtime.world > 1:
-                for other in self.runtime.all_gather(last):
-                    torch.maximum(last, other.to(last.device), out=last)
             old = torch.nonzero((last != NEVER) & (self.partition - last > self.after)).flatten()
             if old.numel():
                 seed = mix64(key_of(self.seed) ^ mix64(self.partition << 16 | i)) >> 1
                 drawn = torch.empty(old.numel(), spec.dim).normal_(0, spec.init_std, generator=torch.Generator().manual_seed(seed))
-                self.tables.weight(spec.name)[old] = drawn.to(last.device)
-                self.tables.accumulator(spec.name)[old] = self.initial
+                freed[spec.name] = (old, drawn.to(last.device))
                 last[old] = NEVER
-                freed[spec.name] = int(old.numel())
-        return freed
+        if freed:
+            state = self.parts.table_state()
+            for name, (old, drawn) in freed.items():
+                _write_rows(state[f"{name}.weight"], old, drawn)
+                _write_rows(state[f"{name}.accumulator"], old, drawn.new_full(old.shape, self.initial))
+            tables_loaded(self.parts)
+        return {name: int(old.numel()) for name, (old, _) in freed.items()}
+
+    def _agree(self) -> None:
+        for last in self.last.values():
+            self.runtime.maximum(last)
 
     def state_dict(self) -> dict[str, Any]:
+        """The same on every rank, which all call it."""
+        self._agree()
         return {"partition": self.partition, "last": {name: t.cpu().clone() for name, t in self.last.items()}}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         self.partition = stored["partition"]
         for name, last in self.last.items():
             last[: stored["last"][name].numel()] = stored["last"][name].to(last.device)
+
+
+def _write_rows(state: State, rows: Tensor, values: Tensor) -> None:
+    """``values [n, ...]`` into the ``rows [n]`` of a table's state, as far as this process holds them."""
+    for offsets, part in shards_of(state).parts:
+        here = (rows >= offsets[0]) & (rows < offsets[0] + part.shape[0])
+        columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], part.shape[1:]))
+        part[rows[here] - offsets[0]] = values[here][(slice(None), *columns)].to(part)
 
 
 def warm_start(parts: Parts, dense: DenseAdamW, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -112,9 +133,7 @@ def warm_start(parts: Parts, dense: DenseAdamW, config: Config, runtime: Runtime
         whole = checkpoint.tensors("tables")
         for name, target in tables.items():
             _fill_first(target, whole[name])
-    loaded = getattr(parts.tables, "state_loaded", None)
-    if loaded is not None:
-        loaded()
+    tables_loaded(parts)
     state.load_optimizer(parts, dense, checkpoint)
     grown = {n.removesuffix(".weight"): [stored[n][0], t.shape[0]] for n, t in tables.items() if n.endswith(".weight")}
     return {"run": str(before), "step": checkpoint.step, "grown": {n: rows for n, rows in grown.items() if rows[0] != rows[1]}}

@@ -60,6 +60,12 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Largest over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def count(self, flags: Sequence[bool]) -> list[int]:
         """How many ranks have each flag set. A host exchange, which no device waits for."""
         counts = torch.tensor(flags, dtype=torch.int32)

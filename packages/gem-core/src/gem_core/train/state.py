@@ -63,6 +63,11 @@ def load_parameters(parts: Parts, checkpoint: Checkpoint) -> None:
     """
     checkpoint.fill("model", parts.dense_state(), "model")
     checkpoint.fill("tables", parts.table_state(), "embedding tables")
+    tables_loaded(parts)
+
+
+def tables_loaded(parts: Parts) -> None:
+    """Tell the tables that what `Parts.table_state` gave was written to."""
     loaded = getattr(parts.tables, "state_loaded", None)
     if loaded is not None:
         loaded()

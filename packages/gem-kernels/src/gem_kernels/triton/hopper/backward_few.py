@@ -35,14 +35,33 @@ from gem_kernels.triton.hopper.common import (
 
 
 @gluon.jit
+def _own_items(starts, total, H: gl.constexpr):
+    """How many items this program has: with ``starts``, those of its group, of its head."""
+    if starts is None:
+        return items(total)
+    else:
+        group = starts + gl.program_id(0) // H
+        return gl.load(group + 1) - gl.load(group)
+
+
+@gluon.jit
+def _own_item(starts, n, H: gl.constexpr):
+    """The n-th of them."""
+    if starts is None:
+        return item_at(n)
+    else:
+        return (gl.load(starts + gl.program_id(0) // H) + n) * H + gl.program_id(0) % H
+
+
+@gluon.jit
 def _producer(
-    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
+    q, k, v, dout, table, starts, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty,
     H: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
-    for n in range(items(total)):
-        item = item_at(n)
+    for n in range(_own_items(starts, total, H)):
+        item = _own_item(starts, n, H)
         head = item % H
         row, lk, q_row, lq, _n0 = read_tile(table, item, total, H)
         slot = tile % 2
@@ -62,10 +81,10 @@ def _producer(
 
 
 @gluon.jit
-def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, H: gl.constexpr, D: gl.constexpr):
+def _storer(dk, dv, table, starts, total, k_slots, v_slots, k_empty, done, H: gl.constexpr, D: gl.constexpr):
     tile = 0
-    for n in range(items(total)):
-        item = item_at(n)
+    for n in range(_own_items(starts, total, H)):
+        item = _own_item(starts, n, H)
         row, lk, _q_row, _lq, _n0 = read_tile(table, item, total, H)
         slot = tile % 2
         mbarrier.wait(done.index(slot), tile // 2 & 1)
@@ -79,7 +98,7 @@ def _storer(dk, dv, table, total, k_slots, v_slots, k_empty, done, H: gl.constex
 
 @gluon.jit
 def _consumer(
-    dq, table, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
+    dq, table, starts, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
     act_ids, dk_sums, dv_sums, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr,
     FOLDED: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
@@ -96,12 +115,12 @@ def _consumer(
     right = share.slice(HALF, HALF, dim=1)
     step = 0
     tile = 0
-    _row, lk, q_row, lq, _n0 = read_tile(table, item_at(0), total, H)
-    for n in range(items(total)):
-        item = item_at(n)
+    _row, lk, q_row, lq, _n0 = read_tile(table, _own_item(starts, 0, H), total, H)
+    for n in range(_own_items(starts, total, H)):
+        item = _own_item(starts, n, H)
         head = item % H
         lq = alive(lq)
-        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, item_at(n + 1), total, H)
+        _n_row, n_lk, n_q_row, n_lq, _n_n0 = read_tile(table, _own_item(starts, n + 1, H), total, H)
         slot = tile % 2
         k_tile = k_slots.index(2 * slot + WHO)
         v_tile = v_slots.index(2 * slot + WHO)
@@ -175,12 +194,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["batch", "rows", "k_rows"])
 def hopper_bwd_few_kernel(
-    q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, table, tile_count, q_offsets, k_offsets, act_ids, dk_sums, dv_sums,
+    q, k, v, dout, dq_box, dk_box, dv_box, dq, dk, dv, table, starts, tile_count, q_offsets, k_offsets, act_ids, dk_sums, dv_sums,
     batch, rows, k_rows, scale, ds_scale, dv_scale, stride_dq, stride_dk,
     H: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
     ADDS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """``dk_sums``, ``dv_sums`` ``[8 · programs, H · D]`` fp32, or None: to each program's rows the columns of its tiles are added."""
+    """``starts``: where the groups of H programs begin in ``table`` (`gem_kernels.triton.attention.balance`); None: all take turns.
+    ``dk_sums``, ``dv_sums`` ``[8 · programs, H · D]`` fp32, or None: to each program's rows the columns of its tiles are added."""
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, H * D, num_warps)
     fill_rows(dv, used, k_rows.to(gl.int64), stride_dk, 0.0, H * D, num_warps)
@@ -202,22 +222,22 @@ def hopper_bwd_few_kernel(
             (
                 _consumer,
                 (
-                    dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
+                    dq_box, table, starts, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
                     act_ids, dk_sums, dv_sums, scale, ds_scale, dv_scale, 0, H, D, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
                 ),
             ),
             (
                 _consumer,
                 (
-                    dq_box, table, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
+                    dq_box, table, starts, total, q_slots, do_slots, k_slots, v_slots, staging, q_full, q_empty, k_full, done, first,
                     act_ids, dk_sums, dv_sums, scale, ds_scale, dv_scale, 1, H, D, ACT, ACT_SET, FAST, FOLDED, ADDS, STAGES,
                 ),
             ),
             (
                 _producer,
-                (q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, H, D, STAGES),
+                (q, k, v, dout, table, starts, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, H, D, STAGES),
             ),
-            (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, H, D)),
+            (_storer, (dk_box, dv_box, table, starts, total, k_slots, v_slots, k_empty, done, H, D)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gem_core.ops import siblings
 from gem_core.ops.contract import Problem
-from gem_kernels.triton.attention import column_sums, launch_backward, launch_forward
+from gem_kernels.triton.attention import balance, column_sums, launch_backward, launch_forward
 from gem_kernels.triton.attention.inputs import Inputs, choose_and_run, dense_columns
 from gem_kernels.triton.attention.plan import Plan, plan
 from gem_kernels.triton.attention.schedule import TileList
@@ -298,13 +298,16 @@ def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:
 
     p = x.plan
     (own, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, (dq is None, True, True))
+    programs = min(x.info.sms, tiles.bound * p.heads)
+    dealt = balance.shares(tiles, programs // p.heads, 64, x.q_offsets) if programs % p.heads == 0 else None
+    table, starts = (tiles.table, None) if dealt is None else (dealt.table, dealt.starts)
     to = own if dq is None else dq
     tiles = x.sample_tiles(x.q_offsets, True)
     constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW", "GROUP", "SOFTMAX")}
     launch(
-        hopper_bwd_few_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
+        hopper_bwd_few_kernel, (programs,), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(to, 64), _box(dk, 64), _box(dv, 64),
-        to, dk, dv, tiles.table, tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
+        to, dk, dv, table, starts, tiles.count, x.q_offsets, x.k_offsets, x.act_ids,
         *sums.zeros(),
         x.batch, x.out_rows, x.k.shape[0], p.scale, _slope_scale(p), _value_scale(p), to.stride(0), dk.stride(0),
         H=p.heads, STAGES=2, ADDS=dq is not None, **constants,

@@ -22,7 +22,7 @@ from gem_core.config.features import Features
 from gem_core.errors import CheckpointError, ConfigError, RunError
 from gem_core.export import traceable
 from gem_core.export.graph import trace
-from gem_core.export.package import export_run
+from gem_core.export.package import _evaluation, export_run
 from gem_core.model.base import RankingModel
 from gem_core.model.tables import sparse_group
 from gem_core.ops.contracts import contracts
@@ -33,6 +33,7 @@ from gem_core.testing.kernel_cases import Draw, cases
 from gem_core.testing.kernels import bound, compare, flat
 from gem_core.train.offline import loaded_run
 from gem_core.train.predict import predictor
+from gem_core.train.runfolder import RunFolder
 
 SERVE = Path(__file__).parents[3] / "docs" / "examples" / "serving" / "serve.py"
 WORLD = {"rows": 2000, "eval_rows": 10_000, "test_rows": 64, "users": 5000, "length": {"law": "lognormal", "mean": 12, "max": 96}}
@@ -85,8 +86,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {"device": "cpu"},
         "data": {"source": "synthetic", "batch_size": 200, "synthetic": WORLD},
         "model": {"name": "gem", "preset": "tiny"},
-        "train": {"steps": 10, "tensorboard": False},
-        "eval": {"max_batches": 2},
+        "train": {"steps": 10, "tensorboard": False, "checkpoint_every": 4, "keep_checkpoints": 3},
+        "eval": {"max_batches": 2, "every": 8},
     }
     gem_core.train(config_from_dict(config), run_dir=folder, quiet=True)
     return folder
@@ -120,7 +121,10 @@ def test_the_manifest_says_what_made_it(trained: Path, tmp_path: Path):
     found = json.loads((tmp_path / "package" / "manifest.json").read_text())
     assert (found["format"], found["kind"], found["outputs"], found["step"]) == (1, "ranking", ["ctr", "cvr"], 10)
     assert found["trained_with"]["versions"]["torch"] == torch.__version__
-    assert found["evaluation"]["ctr"]["calibration"] > 0
+    evaluations = {r["step"]: r["tasks"] for r in map(json.loads, (trained / "eval.jsonl").read_text().splitlines())}
+    told = {step: _evaluation(RunFolder(trained), step) for step in (4, 8)} | {10: found["evaluation"]}
+    assert told == {4: {}, **evaluations}, "the metrics are those of the exported step"
+    assert told[10]["ctr"]["calibration"] > 0
     assert found["features"]["ids"]["sparse.item"] == {
         "way": "id", "table": "item", "rows": 768, "salt": None, "edges": None, "default": None, "policy": "error", "holds": None,
     }  # fmt: skip

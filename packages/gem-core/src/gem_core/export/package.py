@@ -34,8 +34,7 @@ from gem_core.sources.hashing import salt_of
 from gem_core.train.build import task_names
 from gem_core.train.checkpoint import Checkpoint, check_fit
 from gem_core.train.offline import hashed_in, run_config
-from gem_core.train.pack import read_json
-from gem_core.train.runfolder import RunFolder, environment
+from gem_core.train.runfolder import RunFolder, environment, read_lines
 from gem_core.train.runtime import Runtime
 from gem_core.train.state import opened
 from gem_core.train.tensorfile import write_tensors
@@ -99,7 +98,7 @@ def export_run(
         if fitted.vocabularies:
             (folder / "vocabularies.json").write_text(json.dumps(fitted.vocabularies, ensure_ascii=False), encoding="utf-8")
         told = manifest(config, model, features, inputs, fitted, checkpoint, where, files, hashed_in(RunFolder(run)))
-        told["evaluation"] = _evaluation(RunFolder(run))
+        told["evaluation"] = _evaluation(RunFolder(run), checkpoint.step)
         (folder / "manifest.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         if out.exists():
             out.rmdir()
@@ -257,9 +256,12 @@ def _items(model: Any, stored: Mapping[str, Tensor], device: torch.device) -> Te
     return torch.cat(parts)
 
 
-def _evaluation(folder: RunFolder) -> dict[str, Any]:
-    """Metrics of the run's last evaluation; ``calibration`` is the mean prediction over the mean label, 1 for a calibrated model."""
-    if not folder.summary.is_file():
-        return {}
-    summary = read_json(folder.summary)
-    return dict(summary.get("tasks", {})) if isinstance(summary, dict) else {}
+def _evaluation(folder: RunFolder, step: int) -> dict[str, Any]:
+    """Metrics of what is exported, if the run evaluated it; ``calibration`` is the mean prediction over the mean label, 1 for a calibrated
+    model. The last of several evaluations of a step is that of its checkpoint: the best parameters take the place of others."""
+    lines = read_lines(folder.evals) if folder.evals.is_file() else ()
+    found: dict[str, Any] = {}
+    for line in lines:
+        if line["step"] == step and "partition" not in line:
+            found = line["tasks"]
+    return found

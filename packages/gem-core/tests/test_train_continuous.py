@@ -131,6 +131,10 @@ def test_a_warm_start_goes_on_with_parameters_tables_and_optimizers(tmp_path: Pa
     assert all((b[n] >= a[n]).all() and (b[n] > a[n]).any() for n in a if n.endswith("accumulator"))
     header = json.loads((tmp_path / "b" / "run.json").read_text())
     assert header["warm_start"] == {"run": str(tmp_path / "a"), "step": 3, "grown": {}}
+    # the choices of the ops are told of every run of a process
+    told = [json.loads((tmp_path / run / "run.json").read_text())["kernels"] for run in ("a", "b")]
+    assert told[0]
+    assert told[0] == told[1]
     # AdamW's second moments came along: with them the first step is not the large one of a fresh optimizer
     warm = gem_core.train(config(steps=1, start=tmp_path / "a"), run_dir=tmp_path / "c", quiet=True)
     assert warm.steps == 1

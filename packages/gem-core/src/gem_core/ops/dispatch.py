@@ -261,6 +261,12 @@ def _refresh() -> None:
         _forget()
 
 
+def begin_anew() -> None:
+    """Choose anew from now on, and say again what was said before: what follows is another run."""
+    _forget()
+    _said.clear()
+
+
 def _forget() -> None:
     _specs.clear()
     _chosen.clear()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gem_core.errors import RunWarning
+from gem_core.ops.dispatch import begin_anew
 from gem_core.train.contract import Callback, Results, RunInfo
 from gem_core.train.runfolder import RunFolder
 
@@ -74,7 +75,7 @@ class TensorBoard(Callback):
 
 @contextmanager
 def kernel_choices() -> Iterator[list[str]]:
-    """Meanwhile, what the dispatcher of the ops says about its choices is added to the list; it says each thing once a process."""
+    """Meanwhile, what the dispatcher of the ops says about its choices, of which it begins anew, is added to the list."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -85,6 +86,7 @@ def kernel_choices() -> Iterator[list[str]]:
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(level or logging.INFO, logging.INFO))
+    begin_anew()
     try:
         yield kept
     finally:

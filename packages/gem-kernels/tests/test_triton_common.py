@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from importlib import resources
 from pathlib import Path
@@ -188,3 +191,39 @@ def test_hashes_do_not_depend_on_what_was_hashed_before(tmp_path: Path) -> None:
         found.append((module.first.cache_key, module.second.cache_key))
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+KEY = """
+from triton.runtime import cache
+own = cache.triton_key
+from gem_kernels.triton.common.triton_key import keep
+keep()
+print(cache.triton_key(), own.cache_info().misses, sep="\\n")
+"""
+
+
+def test_tritons_key_is_worked_out_once_a_machine(tmp_path: Path) -> None:
+    """The second process finds what the first one, which hashed Triton's files, has left, and hashes nothing."""
+    cache = pytest.importorskip("triton.runtime.cache")
+    environment, found = {**os.environ, "GEM_CACHE_DIR": str(tmp_path)}, []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", KEY], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.splitlines())
+    key = cache.triton_key()
+    assert found == [[key, "1"], [key, "0"]]
+    (file,) = (tmp_path / "triton").iterdir()
+    assert file.read_text() == key
+
+
+def test_another_triton_has_its_own_key(tmp_path: Path) -> None:
+    """What is found depends on sizes and times of all files that the key is of."""
+    from gem_kernels.triton.common.triton_key import files
+
+    for name in ("compiler/a.py", "backends/nvidia/b.py", "language/c.py", "runtime/cache.py", "_C/libtriton.so"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = files(tmp_path)
+    assert len(before) == 5
+    (tmp_path / "_C" / "libtriton.so").write_text("2")
+    assert files(tmp_path) != before

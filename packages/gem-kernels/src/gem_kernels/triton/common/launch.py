@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gem_kernels.triton.common import triton_key
 from gem_kernels.triton.common.device import on_cpu
 
 
@@ -38,6 +39,7 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("gem_triton_recorder", defa
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
     """``kernel[grid](*args, **meta)`` on ``device``; an empty grid launches nothing."""
     recorder = _recorder.get()
+    triton_key.keep()
     settle(kernel)
     if recorder is not None:
         recorder.compile(kernel, args, meta)

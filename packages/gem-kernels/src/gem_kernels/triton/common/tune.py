@@ -62,10 +62,15 @@ def forced() -> bool:
     return _session.get() is not None
 
 
+def cache_folder() -> Path:
+    """Where this package keeps what it learnt about the machine."""
+    base = os.environ.get("GEM_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "gem")
+    return Path(base, "triton")
+
+
 def cache_file(info: DeviceInfo) -> Path:
     """Where this machine's measurements are kept."""
-    base = os.environ.get("GEM_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "gem")
-    return Path(base, "triton", f"{info.key}-{re.sub(r'[^A-Za-z0-9]+', '_', info.name)}.json")
+    return cache_folder() / f"{info.key}-{re.sub(r'[^A-Za-z0-9]+', '_', info.name)}.json"
 
 
 def entry_key(kernel: str, facts: Facts) -> str:

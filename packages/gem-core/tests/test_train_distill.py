@@ -192,14 +192,14 @@ def test_a_prediction_that_is_no_probability_ends_the_run(value: float):
 
 def test_what_the_trainer_tells_a_source_reaches_the_one_inside():
     class Log:
-        following, progress, partitions = 0, None, ("a", "b")
+        following, progress, on_main, partitions = 0, None, None, ("a", "b")
 
         def __iter__(self):
             return iter(())
 
     inner = Log()
     for source in (Taught(inner, TEACHER), NextItems(Taught(inner, TEACHER), Features())):
-        source.following, source.progress = 3, len
-        assert (inner.following, inner.progress, source.following, source.partitions) == (3, len, 3, ("a", "b"))
+        source.following, source.progress, source.on_main = 3, len, max
+        assert (inner.following, inner.progress, inner.on_main, source.following, source.partitions) == (3, len, max, 3, ("a", "b"))
         assert not hasattr(source, "hashed")
         inner.following = 0

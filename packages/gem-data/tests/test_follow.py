@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,10 @@ from gem_core import load_config, train
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError, GemError
 from gem_core.testing.sources import ids_of
+from gem_core.testing.strategies import run_processes
+from gem_core.train.feed import Feed
 from gem_core.train.offline import loaded_run
+from gem_core.train.runtime import Runtime
 from gem_core.train.watchdog import Watchdog
 from gem_data.config import FollowConfig
 from gem_data.spec import build_follow
@@ -260,6 +264,26 @@ def test_a_run_that_waits_for_a_partition_lives_and_stops_when_it_is_told_to(fol
     add(folder, 4)
     more = train(load_config(path, {"train.steps": 20}), run_dir=tmp_path / "run", resume=True, quiet=True)
     assert (more.status, more.steps) == ("finished", 20)
+
+
+def followed_apart(rank, world, log):
+    """Hours that each of two ranks reads: the second one sees new partitions later, and alone is asked to stop."""
+    source = follow(Path(log), batch_size=20, shard=(rank, world), idle_s=None)
+    looks = iter(range(100))
+    if rank:
+        seen = source._complete
+        source._complete = lambda: seen()[: next(looks)]
+    read = []
+    runtime = Runtime(torch.device("cpu"), rank, world)
+    feed = Feed(source, torch.device("cpu"), 1, runtime=runtime, stops=lambda: rank == 1 and len(read) == 3)
+    for fed in feed:
+        read.append(sorted(set(hours(fed.host.sample_ids.tolist()))))
+    return read, feed.stopped, feed.source.state_dict()["watermark"]
+
+
+def test_ranks_read_the_same_partitions_and_stop_together(folder, tmp_path):
+    found = run_processes(2, followed_apart, str(folder), tmp_path)
+    assert found == [([[1], [2], [3]], True, "hour=03")] * 2
 
 
 def test_rows_are_given_back_alike_when_a_run_is_gone_on_with(tmp_path):

@@ -8,6 +8,7 @@ with a name below it is late: it is not read, and that is said and counted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,7 +65,8 @@ class Following:
         self._blocked: list[str] = []
         self._told: tuple[str, bool] | None = None
         self.progress: Callable[[], bool] = lambda: False
-        """Is called while a partition is waited for; see `gem_core.sources.contract.Source`."""
+        self.on_main: Callable[[Callable[[], Any]], Any] = lambda action: action()
+        """Are called while a partition is waited for; see `gem_core.sources.contract.Source`."""
 
     def partition_source(self, name: str) -> Any:
         """The rows of one partition in the order of its files, as an evaluation split."""
@@ -110,27 +112,30 @@ class Following:
     def _next(self) -> str | None:
         """The next partition to read, waited for; None: there is none to come, or the run is to stop."""
         config, since = self.config, time.monotonic()
+        pause = config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s)
+        naps = math.ceil(pause)  # all ranks take as many
         while True:
-            names = self._complete()
-            after = [n for n in names if (self.watermark is None or n > self.watermark) and (config.start is None or n >= config.start)]
-            self._note_late(names)
-            if after and (config.stop is None or after[0] <= config.stop):
-                return after[0]
-            if config.stop is not None and (after or (self.watermark is not None and self.watermark >= config.stop)):
-                return None
-            ends = config.idle_s is not None and time.monotonic() - since >= config.idle_s
-            self._note_blocked(ends)
-            if ends:
-                return None
-            if self._is_ended(config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s)):
-                return None
+            name, ends, self.late = self.on_main(lambda: self._look(since))
+            if name is not None or ends:
+                return name
+            for _ in range(naps):
+                if self.progress():
+                    return None
+                time.sleep(pause / naps)
 
-    def _is_ended(self, seconds: float) -> bool:
-        """Wait for so long; whether the run is to stop."""
-        end = time.monotonic() + seconds
-        while not (stops := self.progress()) and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 1.0))
-        return stops
+    def _look(self, since: float) -> tuple[str | None, bool, int]:
+        """The partition to read now, whether none will come, and how many were late."""
+        config = self.config
+        names = self._complete()
+        after = [n for n in names if (self.watermark is None or n > self.watermark) and (config.start is None or n >= config.start)]
+        self._note_late(names)
+        if after and (config.stop is None or after[0] <= config.stop):
+            return after[0], False, self.late
+        if config.stop is not None and (after or (self.watermark is not None and self.watermark >= config.stop)):
+            return None, True, self.late
+        ends = config.idle_s is not None and time.monotonic() - since >= config.idle_s
+        self._note_blocked(ends)
+        return None, ends, self.late
 
     def _note_late(self, names: list[str]) -> None:
         """Say which partitions below the watermark were not there when their turn was."""

@@ -24,9 +24,11 @@ class Source(Protocol):
     "text", what the column of its hashed ids holds (both columns of a cross), since the integer 7 and the text "7" become different ids:
     the run keeps that, and evaluation, prediction and serving refuse the other. It may have ``following: int | None``, which the trainer
     sets before an iteration begins: how many will come after it, None without end; the source may then read ahead into them, and
-    ``close()`` ends that. What it reads ahead changes neither its state nor its batches. One that waits for data may have ``progress``,
-    which the trainer sets and which it calls once a second or so while it waits: the run's watchdog does not take it for stuck then, and
-    where the answer is True, it ends the iteration, to go on from there when the run is resumed.
+    ``close()`` ends that. What it reads ahead changes neither its state nor its batches. One that waits for data may have ``progress``
+    and ``on_main``, which the trainer sets. ``progress()`` it calls once a second or so while it waits: the run's watchdog does not take it
+    for stuck then, and where the answer is True, it ends the iteration, to go on from there when the run is resumed. ``on_main(action)``
+    gives what ``action()`` returns on rank 0, so that all ranks see the same data to come. Both are exchanges between the ranks, which must
+    call them alike.
     """
 
     def __iter__(self) -> Iterator[Batch]: ...
@@ -41,6 +43,7 @@ class Wrapped:
 
     source: Source
     progress: Callable[[], bool]
+    on_main: Callable[[Callable[[], Any]], Any]
     following: int | None
 
     def __init__(self, source: Source) -> None:
@@ -56,7 +59,7 @@ class Wrapped:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What the trainer sets is meant for the source."""
-        if name in ("following", "progress"):
+        if name in ("following", "progress", "on_main"):
             setattr(self.source, name, value)
         else:
             object.__setattr__(self, name, value)

@@ -41,7 +41,7 @@ class Feed:
 
     :param flops: model FLOPs of one training step on a host batch, or None.
     :param runtime: the ranks that go through their sources together; None: this one alone.
-    :param stops: whether the run is to stop; asked where a source waits for data, of one rank that is alone: several must end together.
+    :param stops: whether the run is to stop; asked where a source waits for data. ``stopped``: the sources of all ranks ended for that.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Feed:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.runtime = runtime if runtime is not None and runtime.world > 1 else None
         self._progress: Callable[[], None] = (lambda: None) if runtime is None else runtime.progress
-        self._stops = stops if self.runtime is None else lambda: False
+        self._stops, self.stopped = stops, False
         self.epoch = 0
         self._resumed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -128,6 +128,7 @@ class Feed:
     def _epochs(self) -> Iterator[Batch]:
         if hasattr(self.source, "progress"):
             self.source.progress = self._waits  # type: ignore[attr-defined]
+            self.source.on_main = (lambda action: action()) if self.runtime is None else self.runtime.on_main  # type: ignore[attr-defined]
         while self.epochs is None or self.epoch < self.epochs:
             batches = 0
             if hasattr(self.source, "following"):
@@ -137,7 +138,7 @@ class Feed:
                 yield host
             self.epoch += 1
             # A source resumed at the very end of an epoch yields nothing, once.
-            if not batches and not self._resumed and not self._stops():
+            if not batches and not self._resumed and not self.stopped:
                 raise DataError(
                     "the data source yields no batch for this split",
                     where="data",
@@ -147,7 +148,9 @@ class Feed:
 
     def _waits(self) -> bool:
         self._progress()
-        return self._stops()
+        stops = self._stops()
+        self.stopped = stops if self.runtime is None else self.runtime.count([stops])[0] > 0
+        return self.stopped
 
     def _take(self, host: Batch, device_batch: Batch | None, imbalance: float | None) -> Fed:
         position = {"epoch": self.epoch, "source": self.source.state_dict()}

@@ -279,7 +279,7 @@ class Trainer:
                 return status
             self.watch.note(info.step, "waiting for data")
         stopping = self._take(self.outcomes.ready(all=True))
-        return "interrupted" if stopping or (self.stop.requested and self.runtime.world == 1) else "finished"
+        return "interrupted" if stopping or self.feed.stopped else "finished"
 
     def _one(self, batches: Sequence[Fed], following: Fed | None) -> str | None:
         """One step and what is due after it; returns how the run ends if it ends here."""

@@ -115,6 +115,7 @@ class Following:
         pause = config.poll_s if config.idle_s is None else min(config.poll_s, config.idle_s)
         naps = math.ceil(pause)  # all ranks take as many
         while True:
+            name: str | None
             name, ends, self.late = self.on_main(lambda: self._look(since))
             if name is not None or ends:
                 return name

@@ -268,7 +268,9 @@ def gpu(session: nox.Session) -> None:
         session.error("there is no GPU on this machine (no nvidia-smi)")
     _install(session, PACKAGES, *TEST_TOOLS)
     _install_torchrec(session)
-    session.run("python", "-m", "pytest", "-m", "gpu or multigpu", *(session.posargs or ["-n", "4"]), env=QUIET_THREADS)
+    # the longest tests come first: handed out in the usual large portions, one process would get them all
+    arguments = session.posargs or ["-n", "4", "--maxschedchunk", "2"]
+    session.run("python", "-m", "pytest", "-m", "gpu or multigpu", *arguments, env=QUIET_THREADS)
 
 
 @nox.session

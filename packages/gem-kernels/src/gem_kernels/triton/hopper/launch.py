@@ -298,11 +298,11 @@ def _few(x: Inputs, dout: Tensor, dq: Tensor | None = None) -> Saved:
 
     p = x.plan
     (own, dk, dv), sums = column_sums.empty_grads(x, 8 * x.info.sms, (dq is None, True, True))
+    to = own if dq is None else dq
+    tiles = x.sample_tiles(x.q_offsets, True)
     programs = min(x.info.sms, tiles.bound * p.heads)
     dealt = balance.shares(tiles, programs // p.heads, 64, x.q_offsets) if programs % p.heads == 0 else None
     table, starts = (tiles.table, None) if dealt is None else (dealt.table, dealt.starts)
-    to = own if dq is None else dq
-    tiles = x.sample_tiles(x.q_offsets, True)
     constants = {name: value for name, value in _constants(x).items() if name not in ("CAUSAL", "WINDOW", "GROUP", "SOFTMAX")}
     launch(
         hopper_bwd_few_kernel, (programs,), x.device,

@@ -25,7 +25,7 @@ from gem_kernels import triton
 from gem_kernels.triton.adamw import spec as adamw_spec
 from gem_kernels.triton.attention import inputs, schedule
 from gem_kernels.triton.dense import norm
-from gem_kernels.triton.hopper import add_linear, launch, launch_bias, norm_gdpa, norm_linear
+from gem_kernels.triton.hopper import add_linear, launch, launch_bias, norm_linear
 from gem_kernels.triton.tokens import spec as tokens_spec
 
 Change = tuple[ModuleType, str, Any]
@@ -175,8 +175,7 @@ HOPPER_DENSE: dict[str, dict[str, tuple[Case, list[Change]]]] = {
     "mlp": {f"width {width}": (shaped(mlp_shapes(width)), []) for width in (64, 128, 256)}
     | {f"width {width}, {kind} norm": (shaped(mlp_shapes(width), norm=kind), []) for width in (128, 256) for kind in ("rms", "layer")},
     "norm_gdpa": {
-        "few keys": (norm_gdpa_call, [(norm_gdpa, "FROM_Q", False)]),
-        "few keys, from q": (norm_gdpa_call, [(norm_gdpa, "FROM_Q", True)]),
+        "few keys": (norm_gdpa_call, []),
     },
     "block_attention": {
         "rotary": (partial(block_call, False), []),

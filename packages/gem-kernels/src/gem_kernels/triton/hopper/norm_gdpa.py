@@ -16,14 +16,10 @@ from gem_kernels.triton.dense.norm_gdpa import Gdpa, Saved
 from gem_kernels.triton.dense.support import power_of_two
 from gem_kernels.triton.hopper import launch as attention
 
-FROM_Q = False
-"""Whether the forward pass leaves l out of memory where `few` keys allow it: 2 % faster on an H200, but of the GPU tests only the
-benchmark's row has run with it."""
-
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa) -> tuple[Tensor, Saved]:
     """See `gem_kernels.triton.dense.norm_gdpa.forward`."""
-    return portable.forward(problem, q, k, v, q_offsets, k_offsets, gdpa, _from_q if FROM_Q else None)
+    return portable.forward(problem, q, k, v, q_offsets, k_offsets, gdpa, _from_q)
 
 
 def _from_q(problem: Problem, tensors: Saved, mean: Tensor, rstd: Tensor, eps: float) -> Tensor | None:

@@ -149,7 +149,8 @@ def train_until(path, stop, resume, recorder, settings, base):
 
     recorder.on_step = at_step
     result = trainer.run()
-    assert result.steps == min(stop, settings["steps"])
+    given_up = (stop - 1) % base["eval"]["every"] == 0  # an evaluation ends at once, and is made up for
+    assert result.steps == min(stop - given_up, settings["steps"])
     assert recorder.steps == result.steps  # its state was saved and restored
     return result
 
@@ -387,13 +388,42 @@ def test_the_best_parameters_are_kept_of_a_run_that_was_stopped_at_its_last_step
     assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
 
 
+@pytest.mark.parametrize("within", [1, 2])
+def test_a_stop_ends_an_evaluation_which_is_made_up_for(tmp_path, monkeypatch, within):
+    """``within``: the first evaluation, or the last one, after training."""
+    how = {"train": {"steps": 8, "log_every": 1}, "eval": {"every": 4}, "data": {"eval_batch_size": 20}}
+    train(tmp_path / "whole", **how)
+    calls, seen = iter(range(1, 9)), []
+    real = trainer.evaluate
+
+    def evaluate(*arguments, stops):
+        def asked():
+            seen.append(call)
+            if call == within and seen.count(call) == 3:
+                signal.raise_signal(signal.SIGTERM)
+            return stops()
+
+        call = next(calls)
+        return real(*arguments, stops=asked)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    result = train(tmp_path / "run", **how)
+    assert (result.status, result.steps) == ("interrupted", 4 * within)
+    assert seen.count(within) == 3, "the evaluation went on"
+    result = train(tmp_path / "run", resume=True, **how)
+    assert (result.status, result.steps) == ("finished", 8)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    made = [[(e["step"], e["tasks"]) for e in lines(tmp_path / name / "eval.jsonl")] for name in ("run", "whole")]
+    assert made[0] == made[1]
+
+
 def test_an_undefined_monitor_neither_stops_a_run_nor_keeps_it_going(tmp_path, monkeypatch, capsys):
     """An evaluation whose labels are of one class says nothing; that is said where something depends on it."""
     values = iter([Value(0.6), *[Value(None, "only one class")] * 3, Value(0.5), Value(None, "only one class"), Value(0.4)])
     real = trainer.evaluate
 
-    def evaluate(*arguments):
-        results, samples = real(*arguments)
+    def evaluate(*arguments, **more):
+        results, samples = real(*arguments, **more)
         return {**results, "ctr": {**results["ctr"], "auc": next(values)}}, samples
 
     monkeypatch.setattr(trainer, "evaluate", evaluate)

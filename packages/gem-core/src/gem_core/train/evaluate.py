@@ -24,6 +24,7 @@ from gem_core.train import ranking
 from gem_core.train.contract import Results
 from gem_core.train.feed import Fed, Feed
 from gem_core.train.runtime import OnItsWay, Runtime
+from gem_core.train.signals import Stopped
 
 
 def metric_builders(config: Eval) -> dict[str, Callable[[], Metric]]:
@@ -60,19 +61,23 @@ def evaluate(
     tasks: tuple[str, ...],
     runtime: Runtime,
     also: Sequence[Collector] = (),
+    stops: Callable[[], bool] = lambda: False,
 ) -> tuple[Results, int]:
     """Metrics of ``tasks`` and the samples seen, over all ranks. ``module`` is called (``model``, wrapped or not); ``model`` is put into
     evaluation mode meanwhile. Logits are read one batch late, so that the device never waits for the host.
 
-    ``also`` are fed likewise, and hold all ranks' rows afterwards. A model of `Retrieval` takes none."""
+    ``also`` are fed likewise, and hold all ranks' rows afterwards. A model of `Retrieval` takes none.
+
+    :raises Stopped: ``stops``, asked before each batch, said so on some rank."""
+    feed = Feed(source, runtime.device, runtime=runtime, stops=stops, at_once=True)
     if isinstance(model, Retrieval):
-        return ranking.evaluate(module, model, source, config, runtime)
+        return ranking.evaluate(module, model, feed, config, runtime)
     metrics = MetricSet(tasks, metric_builders(config), config.group)
     was_training = model.training
     model.eval()
     late: tuple[Fed, OnItsWay, tuple[str, ...]] | None = None
     try:
-        for index, fed in enumerate(Feed(source, runtime.device, runtime=runtime)):
+        for index, fed in enumerate(feed):
             if config.max_batches is not None and index >= config.max_batches:
                 break
             output = module(fed.batch)
@@ -81,6 +86,8 @@ def evaluate(
         _add((metrics, *also), late)
     finally:
         model.train(was_training)
+    if feed.stopped:
+        raise Stopped
     if runtime.world > 1:
         for kept in (metrics, *also):
             kept.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])

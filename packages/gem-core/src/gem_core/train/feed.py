@@ -41,7 +41,8 @@ class Feed:
 
     :param flops: model FLOPs of one training step on a host batch, or None.
     :param runtime: the ranks that go through their sources together; None: this one alone.
-    :param stops: whether the run is to stop; asked where a source waits for data. ``stopped``: the sources of all ranks ended for that.
+    :param stops: whether the run is to stop; asked where a source waits for data, with ``at_once`` also before each batch. ``stopped``: the
+        feeds of all ranks ended for that.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Feed:
         flops: Callable[[Batch], float] | None = None,
         runtime: Runtime | None = None,
         stops: Callable[[], bool] = lambda: False,
+        at_once: bool = False,
     ) -> None:
         self.source, self.device, self.epochs, self.flops = source, device, epochs, flops
         self.runtime = runtime if runtime is not None and runtime.world > 1 else None
         self._progress: Callable[[], None] = (lambda: None) if runtime is None else runtime.progress
-        self._stops, self.stopped = stops, False
+        self._stops, self._at_once, self.stopped = stops, at_once, False
         self.epoch = 0
         self._resumed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -83,6 +85,9 @@ class Feed:
         if self.runtime is None:
             for batch in self._host():
                 self._progress()
+                self.stopped = self._at_once and self._stops()
+                if self.stopped:
+                    return
                 yield batch, None
             return
         batches, last = self._host(), None
@@ -94,7 +99,8 @@ class Feed:
                 failure = error
             self._progress()
             last = last if host is None else host
-            having, failed, lacking = self.runtime.count([host is not None, failure is not None, last is None])
+            stops = self._at_once and self._stops()
+            having, failed, lacking, stopping = self.runtime.count([host is not None, failure is not None, last is None, stops])
             if failure is not None:
                 raise failure
             if failed:
@@ -103,7 +109,8 @@ class Feed:
                     where=f"rank {self.runtime.rank}",
                     fix="look at the message of the rank that failed first",
                 )
-            if not having:
+            self.stopped |= stopping > 0
+            if self.stopped or not having:
                 return
             if lacking:  # a run that goes on where only others had more
                 shapes = self.runtime.gather_objects(None if last is None else last.select_range(0, 0).map(torch.clone))

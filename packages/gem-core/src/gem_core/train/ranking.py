@@ -18,10 +18,10 @@ from gem_core.metrics.retrieval import RankMetrics
 from gem_core.model.contract import Retrieval
 from gem_core.model.retrieval import TASK, following_items
 from gem_core.model.tables import sequence_of
-from gem_core.sources.contract import Source
 from gem_core.train.contract import Results
 from gem_core.train.feed import Feed
 from gem_core.train.runtime import Runtime
+from gem_core.train.signals import Stopped
 
 
 def check_config(config: Ranking, features: Features) -> None:
@@ -48,14 +48,16 @@ def check_batch(host: Batch, features: Features) -> None:
 
 
 @torch.no_grad()
-def evaluate(module: nn.Module | Callable[..., Any], model: Any, source: Source, config: Eval, runtime: Runtime) -> tuple[Results, int]:
-    """Metrics of the task ``next_item`` and the histories seen, over all ranks. ``module`` is called (``model``, wrapped or not)."""
+def evaluate(module: nn.Module | Callable[..., Any], model: Any, feed: Feed, config: Eval, runtime: Runtime) -> tuple[Results, int]:
+    """Metrics of the task ``next_item`` and the histories seen, over all ranks. ``module`` is called (``model``, wrapped or not).
+
+    :raises Stopped: the feed was."""
     features: Features = model.features
     metrics = RankMetrics(config.ranking.k, runtime.device)
     was_training = model.training
     model.eval()
     try:
-        for index, fed in enumerate(Feed(source, runtime.device)):
+        for index, fed in enumerate(feed):
             if config.max_batches is not None and index >= config.max_batches:
                 break
             check_batch(fed.host, features)
@@ -65,6 +67,8 @@ def evaluate(module: nn.Module | Callable[..., Any], model: Any, source: Source,
             metrics.update(item_ranks(model, query.float(), target, seen, config.ranking))
     finally:
         model.train(was_training)
+    if feed.stopped:
+        raise Stopped
     if runtime.world > 1:
         metrics.merge(lambda tensor: [t.cpu() for t in runtime.gather_others(tensor.to(runtime.device))])
     return runtime.on_main(lambda: ({TASK: metrics.compute()}, int(metrics.samples)))

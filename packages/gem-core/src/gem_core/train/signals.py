@@ -8,6 +8,10 @@ import threading
 from types import FrameType, TracebackType
 
 
+class Stopped(Exception):
+    """What was under way was given up, since the run is to stop."""
+
+
 class StopRequest:
     """Context manager; ``requested`` holds the signal's name once one has come. A second SIGINT interrupts at once.
 

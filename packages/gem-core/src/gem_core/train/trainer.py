@@ -38,7 +38,7 @@ from gem_core.train.runfolder import RunFolder, device_name, environment, summar
 from gem_core.train.runtime import runtime
 from gem_core.train.saving import Saver
 from gem_core.train.shards import State
-from gem_core.train.signals import StopRequest
+from gem_core.train.signals import Stopped, StopRequest
 from gem_core.train.step import Outcome, Outcomes, TrainStep
 from gem_core.train.watchdog import Watchdog, lost_contact
 
@@ -97,7 +97,11 @@ class Trainer:
         self._prepare()
         try:
             self._each("on_start")
-            return self._finish(self._loop())
+            try:
+                return self._finish(self._loop())
+            except Stopped:
+                self._take(self.outcomes.ready(all=True))
+                return self._finish("interrupted")
         except BaseException as error:
             if self.runtime.world == 1:  # several ranks first tell each other, see `_release`
                 self.saver.settle()
@@ -140,7 +144,7 @@ class Trainer:
         self.total = agreed_total(rt, total_steps(self.config, source))
         schedule_factor(train.schedule, train.schedule.warmup_steps, self.total)  # refuses a decay without an end before anything runs
         epochs = None if train.steps else train.epochs
-        self.feed = Feed(source, rt.device, epochs, flops_of(self.parts.model), rt, lambda: self.stop.requested is not None)
+        self.feed = Feed(source, rt.device, epochs, flops_of(self.parts.model), rt, self._stops)
         self.meter = Meter(rt.device, peak(device_name(rt.device), self.parts.precisions()))
         self.step = TrainStep(self.parts, self.config, rt, self.meter)
         self.outcomes = Outcomes(rt.device)
@@ -151,6 +155,7 @@ class Trainer:
         self.results: Results | None = None
         self.record: dict[str, Any] = {}
         self.evaluated_at = self.saved_at = -1
+        self.due = False
         self.position: dict[str, Any] | None = None
         self.partition: str | None = None
         self.warm: dict[str, Any] | None = None
@@ -269,6 +274,10 @@ class Trainer:
             return "finished"
         info = self.info
         self.parts.module.train()
+        if self.due and (status := self._evaluate_due()) is not None:
+            return status
+        if self._has_lost_patience():
+            return "early_stopped"
         self.meter.mark(None)
         if self.config.train.checkpoint_every is not None:
             # before the first step, since reading tables between two others may average their replicas
@@ -285,8 +294,7 @@ class Trainer:
         """One step and what is due after it; returns how the run ends if it ends here."""
         info = self.info
         self.meter.mark("data")
-        for fed in batches:
-            self._begin_partition(fed)
+        self._begin_partitions(batches)
         lr = self.step.set_lr(schedule_factor(self.config.train.schedule, info.step, self.total))
         info.step += 1
         self.watch.note(info.step, "training step")
@@ -322,12 +330,8 @@ class Trainer:
             return "interrupted"
         if last:
             return "finished"
-        if evaluates:
-            self._evaluate()
-            patience = self.config.eval.patience
-            if patience is not None and self.best.worse >= patience:
-                self._say(f"no better {self.best.task}.{self.best.metric} in {patience} evaluations: stopping early")
-                return "early_stopped"
+        if evaluates and (status := self._evaluate_due()) is not None:
+            return status
         if saves:
             self._checkpoint()
         return None
@@ -413,24 +417,44 @@ class Trainer:
 
     # Evaluation, checkpoints, the end
 
-    def _begin_partition(self, fed: Fed) -> None:
-        """If the batch is the first of a partition: evaluate on that with ``eval.before_training``, give back rows with ``evict_after``."""
-        partition = fed.position["source"].get("partition")
-        if partition == self.partition:
-            return
-        if self.config.eval.before_training:
+    def _begin_partitions(self, batches: Sequence[Fed]) -> None:
+        """Of each partition whose first batch is here: evaluate on it with ``eval.before_training``, and give back rows with
+        ``evict_after``."""
+        found = dict.fromkeys(fed.position["source"].get("partition") for fed in batches)
+        new = [partition for partition in found if partition != self.partition]
+        for partition in new if self.config.eval.before_training else ():
             self._evaluate(final=True, partition=partition)
-        freed = {} if self.recency is None else self.recency.turn()
-        if freed:
-            self._say(f"before {partition}: " + ", ".join(f"{n:,} rows of {table}" for table, n in freed.items()) + " begin anew")
-        self.partition = partition
+        for partition in new:
+            freed = {} if self.recency is None else self.recency.turn()
+            if freed:
+                self._say(f"before {partition}: " + ", ".join(f"{n:,} rows of {table}" for table, n in freed.items()) + " begin anew")
+            self.partition = partition
+
+    def _evaluate_due(self) -> str | None:
+        """The evaluation that is due at this step; one that a stop interrupts is made up for when the run goes on. Returns how the run ends
+        if it ends here."""
+        self.due = True
+        self._evaluate()
+        self.due = False
+        return "early_stopped" if self._has_lost_patience() else None
+
+    def _has_lost_patience(self) -> bool:
+        patience, best = self.config.eval.patience, self.best
+        lost = patience is not None and best.worse >= patience
+        if lost:
+            self._say(f"no better {best.task}.{best.metric} in {patience} evaluations: stopping early")
+        return lost
 
     def _evaluate(self, final: bool = False, partition: str | None = None) -> None:
-        """Evaluate, on the evaluation split or on a partition of the training source; ``final`` leaves the search for the best alone."""
+        """Evaluate, on the evaluation split or on a partition of the training source; ``final`` leaves the search for the best alone.
+
+        :raises Stopped: the run was asked to stop meanwhile.
+        """
         started = time.perf_counter()
         self.watch.note(self.info.step, "evaluation")
         source = build_source(self.resolved, "eval", self.runtime) if partition is None else self.feed.source.partition_source(partition)  # type: ignore[attr-defined]
-        self.results, samples = evaluate(self.parts.module, self.parts.model, source, self.config.eval, self.tasks, self.runtime)
+        module, model, rt = self.parts.module, self.parts.model, self.runtime
+        self.results, samples = evaluate(module, model, source, self.config.eval, self.tasks, rt, stops=self._stops)
         self.evaluated_at = self.info.step if partition is None else -1
         self.record = {
             "step": self.info.step,
@@ -467,6 +491,7 @@ class Trainer:
             "callbacks": {name: copy.deepcopy(callback.state_dict()) for name, callback in self.stateful.items()},
             "window": dict(self.window),
             "skipped": [self.skipped, self.skipped_in_a_row],
+            "due": self.due,
             "wall_s": self._wall(),
         }
         meta = {"samples": self.info.samples, "model": self.config.model.name, "fitted": self.fitted, **environment(rt.device)}
@@ -503,7 +528,7 @@ class Trainer:
         for name, callback in self.stateful.items():
             if name in shared["callbacks"]:
                 callback.load_state_dict(shared["callbacks"][name])
-        self.window, self.wall_before = shared["window"], shared["wall_s"]
+        self.window, self.wall_before, self.due = shared["window"], shared["wall_s"], shared.get("due", False)
         self.skipped, self.skipped_in_a_row = shared["skipped"]
         self.info.step, self.info.samples = checkpoint.step, int(checkpoint.meta["samples"])
         self.saved_at = checkpoint.step
@@ -546,6 +571,9 @@ class Trainer:
         return RunResult(self.folder.path, status, self.info.step, self.info.samples, summary["tasks"], summary, self.runtime.main)
 
     # Helpers
+
+    def _stops(self) -> bool:
+        return self.stop.requested is not None
 
     def _wall(self) -> float:
         return self.wall_before + time.perf_counter() - self.started

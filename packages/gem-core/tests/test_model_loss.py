@@ -1,5 +1,7 @@
 """The masked, weighted loss and its normaliser."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,15 @@ def test_auxiliary_losses_count_by_the_batchs_share():
     assert torch.allclose(task_loss(output(**extra), batch()), plain + 2.5)
     assert torch.allclose(task_loss(output(**extra), batch(), aux=False), plain)
     assert torch.allclose(task_loss(output(**extra), batch(), total=12.0), (plain + 2.5) * 3 / 12)
+
+
+def test_a_loss_of_the_models_own_stands_for_the_tasks_and_keeps_auxiliary_ones():
+    own = replace(output(), loss=torch.tensor(6.0))
+    assert float(task_loss(own, batch(), task_weights=[9.0, 9.0])) == 6.0 / 3
+    assert float(task_loss(own, batch(), total=torch.tensor(12.0))) == 6.0 / 12
+    with_aux = replace(own, aux_losses={"distill": torch.tensor(2.0)})
+    assert float(task_loss(with_aux, batch(), total=12.0)) == 6.0 / 12 + 2.0 * 3 / 12
+    assert float(task_loss(with_aux, batch(), aux=False)) == 6.0 / 3
 
 
 def test_empty_and_weightless_batches_give_zero():

@@ -115,6 +115,9 @@ class Tables(Protocol):
 class ModelOutput:
     """``logits [B, T]`` float in the order of ``task_names``; ``aux_losses``: further scalar losses to add, by name.
 
+    ``loss``, in training: the sum over the batch's samples of a loss of the model's own, with the weights of `label_weights`, in place of
+    the cross-entropy of the logits; the trainer divides it by the samples of all processes.
+
     A model of `Retrieval` has no logits (T = 0). In training it gives ``loss``, the weighted sum of its loss over the positions that
     ``Batch.targets`` supervises; in evaluation ``query [B, width]`` fp32, the state that scores the items to follow each history.
     """

@@ -49,15 +49,23 @@ def task_loss(
     A label that the mask excludes has weight 0, whatever its value (NaN included). ``total`` is the number (or total weight) of samples
     over all ranks and micro-batches that make one optimizer step; None: this batch's samples (the sum of ``weights [B]`` where given). One
     total for all tasks keeps a rarely labelled task, such as CVR, from being blown up. Auxiliary losses are means over this batch, and
-    count by the batch's share of ``total``. An output with a ``loss`` of its own (retrieval) gives that over ``total``.
+    count by the batch's share of ``total``. An output with a ``loss`` of its own (retrieval, or a model of yours) gives that over ``total``
+    in place of the sum over tasks, whose weights do not apply then.
 
     :raises BatchError: the labels are not those of the output's tasks.
     """
     own = batch_total(batch)
     total = own if total is None else total
-    if output.loss is not None:
-        tiny = torch.finfo(torch.float32).tiny
-        return output.loss.float() / (total.clamp(min=tiny) if isinstance(total, Tensor) else max(total, tiny))
+    summed = _over_tasks(output, batch, task_weights) if output.loss is None else output.loss.float()
+    tiny = torch.finfo(summed.dtype).tiny
+    share = 1.0 / (total.to(summed.dtype).clamp(min=tiny) if isinstance(total, Tensor) else max(total, tiny))
+    loss = summed * share
+    if aux and output.aux_losses:
+        loss = loss + sum(output.aux_losses.values()) * (own * share)
+    return loss
+
+
+def _over_tasks(output: ModelOutput, batch: Batch, task_weights: Sequence[float] | Tensor | None) -> Tensor:
     weights = label_weights(batch)
     labels = batch.labels
     assert labels is not None
@@ -71,12 +79,7 @@ def task_loss(
     losses = F.binary_cross_entropy_with_logits(output.logits, target, reduction="none") * weights
     if task_weights is not None:
         losses = losses * torch.as_tensor(task_weights, dtype=losses.dtype, device=losses.device)
-    tiny = torch.finfo(losses.dtype).tiny
-    share = 1.0 / (total.to(losses.dtype).clamp(min=tiny) if isinstance(total, Tensor) else max(total, tiny))
-    loss = losses.sum() * share
-    if aux and output.aux_losses:
-        loss = loss + sum(output.aux_losses.values()) * (own * share)
-    return loss
+    return losses.sum()
 
 
 def batch_total(batch: Batch) -> Tensor | float:

@@ -143,12 +143,17 @@ def test_what_cannot_be_is_named(tmp_path, options, words):
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
-    [("a.csv", "a,b\n1,2\n3\n", "Expected 2 columns"), ("a.txt", "a,b\n", "no log that can be read"), ("a.jsonl", "{", "cannot be read")],
-)
+    [
+        ("a.csv", "a,b\n1,2\n3\n", "Expected 2 columns"), ("a.txt", "a,b\n", "no log that can be read"),
+        ("a.jsonl", "{", "cannot be read"), ("a.csv", "a,b\n", "the log holds no row"), ("a.csv", "", "Empty CSV file"),
+    ],
+)  # fmt: skip
 def test_files_that_cannot_be_read(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=words):
         import_log([tmp_path / name], tmp_path / "out")
+    with pytest.raises(DataError, match=r"(?s)cannot be read: No such file or directory.*check the path"):
+        import_log([tmp_path / "none.csv"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no log"):
         import_log([tmp_path / "empty"], tmp_path / "out")

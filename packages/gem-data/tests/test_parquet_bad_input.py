@@ -125,7 +125,7 @@ def test_column_missing_in_one_of_many(tmp_path):
         ([1.5], Features(sparse={"x": Sparse(rows=3, hash=True)}), ("double", "hash")),
         ([1], Features(vectors={"x": Vector(dim=2)}), ("int64", "a list")),
         ([1], Features(sequences={"s": Sequence(fields={"x": EventField(rows=3)})}), ("int64", "a list")),
-        (["a"], Features(labels={"x": Label()}), ("string", "a number")),
+        (["a"], Features(labels={"x": Label()}), ("string", "a number", "labels as 0 and 1")),
         (["noon"], Features(timestamp="x"), ("string", "timestamps")),
         ([[1]], Features(sample_id="x"), ("list", "one value a row")),
         ([{"a": 1}], Features(columns=("x",)), ("struct",)),

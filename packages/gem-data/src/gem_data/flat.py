@@ -6,6 +6,7 @@ the columns of an event were. Rows of one user and one time do not see each othe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
@@ -61,6 +62,8 @@ def import_log(
     except pa.ArrowException as error:
         fix = "write all files with the same types, or read a column of text files as text: --text COLUMN"
         raise DataError(f"the files do not fit together: {error}", where=_names(paths), fix=fix) from error
+    if not table.num_rows:
+        raise DataError("the log holds no row", where=_names(paths), fix="check what wrote it, and that these are the files you mean")
     if user is None or time is None or not events:
         missing = [option for option, given in (("--user", user), ("--time", time), ("--event", events)) if not given]
         if len(missing) < 3 or where is not None:
@@ -130,8 +133,10 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
         else:
             raise DataError("this is no log that can be read", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
     except (pa.ArrowException, OSError) as error:
-        fix = "mend the file; a column of numbers that holds other text too is read as text by --text COLUMN"
-        raise DataError(f"the file cannot be read: {error}", where=str(path), fix=fix) from error
+        what, fix = str(error), "mend the file; a column of numbers that holds other text too is read as text by --text COLUMN"
+        if isinstance(error, OSError) and error.errno:
+            what, fix = os.strerror(error.errno), "check the path and its permissions"
+        raise DataError(f"the file cannot be read: {what}", where=str(path), fix=fix) from error
 
 
 def _read_json(path: Path, text: Sequence[str]) -> pa.Table:

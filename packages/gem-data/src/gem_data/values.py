@@ -259,7 +259,7 @@ def vectors(site: Site, array: pa.Array, dim: int) -> NDArray[np.float32]:
 
 def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) -> NDArray[np.float32]:
     """Labels ``[n]`` in [0, 1]; where ``counts`` is False anything may stand, and 0 is returned."""
-    values, missing = site.read(arrow.floats, array)
+    values, missing = site.read(_label_numbers, array)
     if missing is not None and (missing & counts).any():
         position = int(np.flatnonzero(missing & counts)[0])
         kind = "null" if bool(arrow.nulls(array)[position]) else "NaN"
@@ -275,6 +275,14 @@ def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) 
         position = int(np.flatnonzero(bad)[0])
         site.fail(f"the label {values[position]} is not between 0 and 1", "set threshold = <value from which on the label is 1>", position)
     return values.astype(np.float32)
+
+
+def _label_numbers(array: pa.Array) -> Any:
+    try:
+        return arrow.floats(array)
+    except WrongType as error:
+        error.fix = "store labels as 0 and 1, as booleans, or as numbers with threshold = <value from which on the label is 1>"
+        raise
 
 
 def complete(site: Site, found: tuple[Array, Bools | None], what: str) -> Array:

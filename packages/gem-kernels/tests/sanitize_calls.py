@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem_core import ops
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import adamw, dispatch, expert_tokens, meeting, siblings
+from gem_core.ops import adamw, dispatch, expert_tokens, meeting, pool_rows, siblings
 from gem_core.ops.contract import OpPrecision, Problem
 from gem_core.ops.contracts import contracts
 from gem_core.ops.explain import problem_of
@@ -26,6 +26,7 @@ from gem_kernels.triton.adamw import spec as adamw_spec
 from gem_kernels.triton.attention import inputs, schedule
 from gem_kernels.triton.dense import norm
 from gem_kernels.triton.hopper import add_linear, launch, launch_bias, norm_linear
+from gem_kernels.triton.pool_rows import spec as pool_rows_spec
 from gem_kernels.triton.tokens import spec as tokens_spec
 
 Change = tuple[ModuleType, str, Any]
@@ -260,6 +261,17 @@ def summed_experts(n: int, d: int, experts: int, rank: int, f: int) -> bool:
     return True
 
 
+def pooled_rows() -> bool:
+    """Samples without rows, of one block, of several, and slack."""
+    draw, lengths = Draw(torch.bfloat16, DEVICE), (0, 5, 300, 1, 0, 64)
+    problem = Problem(
+        pool_rows.OP, DEVICE, 90, (("x", torch.bfloat16),), (("C", 512), ("M", 128), ("G", 4)), (("eps", 1e-6), ("scale", 0.1))
+    )
+    x, a = draw.normal(sum(lengths) + 9, 512).requires_grad_(), draw.normal(128, 512).requires_grad_()
+    gradients(pool_rows.Implementation(pool_rows_spec.specs()[0], problem)(x, a, draw.offsets(lengths)), [x, a])
+    return True
+
+
 def beside() -> Iterator[Entry]:
     """Ops of their own kinds."""
     for backend in ("hopper", "triton"):
@@ -268,6 +280,7 @@ def beside() -> Iterator[Entry]:
     yield Entry("adamw", "triton", "with a copy and a scale, and without", adamw_update)
     for sizes in ((128, 192, 2, 24, 64), (17, 40, 1, 5, 9)):
         yield Entry("expert_tokens", "triton", f"{sizes[0]} tokens", partial(summed_experts, *sizes))
+    yield Entry("pool_rows", "triton", "samples without rows, and slack", pooled_rows)
 
 
 def entries(wanted: list[str], impls: list[str]) -> Iterator[Entry]:

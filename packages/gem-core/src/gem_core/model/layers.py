@@ -157,6 +157,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling ``module`` does what its class says, with parameters that are plain tensors."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    own = all(type(p) in (nn.Parameter, Tensor) for p in module._parameters.values() if p is not None)
+    return own and not hooks and "forward" not in vars(module)
+
+
 class _WithEach(torch.autograd.Function):
     """``weight [m, n]`` times each of ``x [B, n, d]`` on a device, where matmul would copy x turned, and its gradient back, to make one
     product of the whole batch."""

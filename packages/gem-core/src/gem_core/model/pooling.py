@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
-from gem_core.model.layers import NormLinear, TokenMix, rows_linear, side_by_side
+from gem_core.model.layers import MANY_ROWS, NormLinear, TokenMix, is_plain, product_dtype, rows_linear, side_by_side
 from gem_core.model.rows import Rows
-from gem_core.ops import siblings
+from gem_core.ops import pool_rows, siblings
 from gem_core.ops.contract import OpPrecision
 
 
@@ -57,6 +57,9 @@ class SeedPooling(nn.Module):
     def forward(self, s: Tensor, rows: Rows, candidate: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Also s, for what reads the rows after this (see `gem_core.ops.norm_linear`, ``through``)."""
         b = rows.batch_size
+        if (found := self._of_rows(s, rows)) is not None:
+            read, s = found
+            return (self.out(read) if isinstance(self.out, SumKron) else rows_linear(self.out, read)), s
         kv, s = self.kv(s, through=True)
         k, v = siblings.unbind(kv, 2, self.heads, self.head_dim)
         pooled = []
@@ -74,6 +77,29 @@ class SeedPooling(nn.Module):
             pooled.append(o.view(b, self.count, self.heads * self.head_dim))
         read = side_by_side(pooled)
         return (self.out(read) if isinstance(self.out, SumKron) else rows_linear(self.out, read)), s
+
+    def _of_rows(self, s: Tensor, rows: Rows) -> tuple[Tensor, Tensor] | None:
+        """What shared queries read, ``[B, seeds, dim]``, and s: by the normed rows themselves (`gem_core.ops.pool_rows`), where an
+        implementation has them and the modules are plain ones; None elsewhere."""
+        linear, n, h, d = self.kv.linear, 0 if self.seeds is None else self.seeds.shape[0], self.heads, self.head_dim
+        if n == 0 or self.queries is not None or s.shape[0] < MANY_ROWS or torch.compiler.is_compiling():
+            return None
+        plain = type(linear) is nn.Linear and type(self.kv) is NormLinear and is_plain(linear) and is_plain(self.kv)
+        dtype = product_dtype(s)
+        if not plain or self.kv.kind != "rms" or self.attention_precision is not None or s.dtype != dtype:
+            return None
+        run = pool_rows.implementation(s, h * n, h, d**-0.5, self.kv.eps)
+        if run is None:
+            return None
+        assert self.seeds is not None
+        with torch.autocast(s.device.type, enabled=False):
+            to_keys, to_values = linear.weight.to(dtype).view(2, h, d, -1).unbind()
+            y, s = run(s, torch.bmm(self.seeds.to(dtype).transpose(0, 1), to_keys).flatten(0, 1), rows.offsets)
+            read = torch.bmm(y.flatten(1, 2), to_values.transpose(1, 2)).view(h, rows.batch_size, n, d)
+            if linear.bias is not None:
+                there = (rows.offsets[1:] > rows.offsets[:-1]).to(dtype)
+                read = read + linear.bias.to(dtype)[h * d :].view(h, 1, 1, d) * there.view(-1, 1, 1)
+            return read.permute(1, 2, 0, 3).flatten(2), s
 
 
 class Pooling(nn.Module):

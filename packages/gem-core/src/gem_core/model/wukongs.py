@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.model.interaction import Wukong
-from gem_core.model.layers import column_sums, product_dtype
+from gem_core.model.layers import column_sums, is_plain, product_dtype
 from gem_core.ops import expert_tokens
 
 
@@ -30,7 +30,7 @@ def together(experts: Sequence[nn.Module], shortcut: nn.Module, x: Tensor) -> Se
     if not x.is_cuda or torch.compiler.is_compiling() or type(shortcut) is not nn.Identity:
         return None
     found = [e for e in experts if type(e) is Wukong and e.fm.project is not None]
-    if len(found) < len(experts) or len({e.fm.out for e in found}) != 1 or not all(_plain(part) for e in found for part in e.modules()):
+    if len(found) < len(experts) or len({e.fm.out for e in found}) != 1 or not all(is_plain(part) for e in found for part in e.modules()):
         return None
     mlps = [e.fm.mlp for e in found]
     alike = all(m.activation == "relu" and len(m.layers) == 2 and all(type(layer) is nn.Linear for layer in m.layers) for m in mlps)
@@ -138,10 +138,3 @@ def _fours(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, tensors)
-
-
-def _plain(module: nn.Module) -> bool:
-    """Whether calling ``module`` does what its class says, with parameters that are plain tensors."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    own = all(type(p) in (nn.Parameter, Tensor) for p in module._parameters.values() if p is not None)
-    return own and not hooks and "forward" not in vars(module)

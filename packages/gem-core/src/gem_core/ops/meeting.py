@@ -149,3 +149,15 @@ def late_with(grad: Tensor | None) -> Late | None:
     """What finishes ``grad``, where it is unfinished."""
     late: Late | None = None if grad is None else remember.noted(grad, _LATE)
     return late
+
+
+def with_late(
+    later: Later | None, dx: Tensor | None, gradients: Callable[[Tensor | None], tuple[Tensor | None, ...]]
+) -> tuple[Tensor | None, ...]:
+    """``gradients(dx)``, dx being the gradient of rows that were handed on; finished by the implementation, or before it runs again."""
+    late = None if later is None else later.take(dx)
+    if late is None or dx is None:
+        return gradients(dx)
+    note_late(dx, late)
+    found = gradients(dx)
+    return found if late.taken else gradients(late.finished().view_as(dx))

@@ -122,19 +122,18 @@ class _Through(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
-        late = None if ctx.later is None else ctx.later.take(dx)
-        if dy is None:
-            return dx if late is None or dx is None else late.finished().view_as(dx), None, None, None, None, None, None
         needs = list(ctx.needs_input_grad[:-2])
         both = ctx.saved_tensors  # once: under a checkpoint each access unpacks
         saved, made = both[:7], both[7:]
         if made:
             meeting.note_made(saved[0], meeting.Made(*made))
-        if late is not None and dx is not None:
-            meeting.note_late(dx, late)
-        grads = torch.ops.gem.norm_linear_backward.default(*saved, dy, dx, needs, ctx.spec, [])
-        if late is not None and dx is not None and not late.taken:
-            grads = torch.ops.gem.norm_linear_backward.default(*saved, dy, late.finished().view_as(dx), needs, ctx.spec, [])
+
+        def gradients(beside: Tensor | None) -> tuple[Tensor | None, ...]:
+            if dy is None:
+                return beside, None, None, None, None
+            return torch.ops.gem.norm_linear_backward.default(*saved, dy, beside, needs, ctx.spec, [])  # type: ignore[no-any-return]
+
+        grads = meeting.with_late(ctx.later, dx, gradients)
         return *(g if need else None for g, need in zip(grads, needs)), None, None
 
 

@@ -91,10 +91,10 @@ class PluginConformance(Rules):
 
     def test_kernels_implement_ops_that_exist(self) -> None:
         """Every kernel names an op of `gem_core.ops`: one of a misspelt op is never asked."""
-        from gem_core.ops import adamw, add_linear, expert_tokens, program
+        from gem_core.ops import adamw, add_linear, expert_tokens, pool_rows, program
         from gem_core.ops.contracts import contracts
 
-        known = {*contracts(), program.OP, adamw.OP, add_linear.OP, expert_tokens.OP}
+        known = {*contracts(), program.OP, adamw.OP, add_linear.OP, expert_tokens.OP, pool_rows.OP}
         unknown = sorted({spec.op for kind, _, spec in self.specs() if kind == "kernel"} - known)
         assert not unknown, f"there is no op called {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gem_core.hookspecs import KernelSpec
 
-_FAMILIES = ("attention", "hopper", "lowp", "dense", "block", "jagged", "adamw", "tokens")
+_FAMILIES = ("attention", "hopper", "lowp", "dense", "block", "jagged", "adamw", "tokens", "pool_rows")
 
 
 def specs() -> list[KernelSpec]:

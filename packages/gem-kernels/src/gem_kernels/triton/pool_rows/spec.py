@@ -1,0 +1,92 @@
+"""What the kernels of `pool_rows` can do, and their launches. Nothing here imports triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.hookspecs import KernelSpec
+from gem_core.ops import meeting
+from gem_core.ops.contract import Problem, Supported, no
+from gem_core.ops.pool_rows import OP
+from gem_kernels.triton.common.device import device_info, runs_on
+from gem_kernels.triton.common.launch import launch
+
+PRIORITY = 50
+ROOMY = (9, 10)
+"""NVIDIA's generations whose multiprocessors have the shared memory: 140 KiB for a program."""
+SCORES: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 3}
+SUMS: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 128, "num_warps": 8, "num_stages": 3}
+BACKWARD: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 8, "num_stages": 3}
+PROGRAMS = 1
+"""Programs of the backward pass for each multiprocessor."""
+
+
+def supports(problem: Problem) -> Supported:
+    dtype, c, m = problem.dtype("x"), problem.dim("C"), problem.dim("M")
+    if dtype not in (torch.bfloat16, torch.float16) and (problem.device == "cuda" or dtype != torch.float32):
+        return no("bf16 and fp16")
+    if m & (m - 1) or not 16 <= m <= 128 or c % 128 or c > 1024 or m * 2 > c:
+        return no(f"16 to 128 queries, a power of two, of rows of at least twice as many columns, in steps of 128 up to 1024; got {m}, {c}")
+    if problem.device == "cuda" and (torch.version.hip or (problem.arch is not None and problem.arch // 10 not in ROOMY)):
+        return no(f"written for the shared memory of sm_90 and sm_100; this is {'ROCm' if torch.version.hip else f'sm_{problem.arch}'}")
+    return runs_on(problem.device)
+
+
+def _sizes(problem: Problem, dtype: torch.dtype) -> dict[str, Any]:
+    return {"C": problem.dim("C"), "M": problem.dim("M"), "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+
+
+def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """See `gem_core.ops.pool_rows`. Saves s ``[N, M]`` fp32, r ``[N]`` and lse ``[B, M]``."""
+    from gem_kernels.triton.attention.schedule import tile_list
+    from gem_kernels.triton.pool_rows.kernels import pool_rows_scores_kernel, pool_rows_sums_kernel
+
+    x, a = x.contiguous(), a.contiguous()
+    rows, batch, (m, groups) = x.shape[0], offsets.numel() - 1, (problem.dim("M"), problem.dim("G"))
+    sizes = _sizes(problem, x.dtype)
+    s, r, lse = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((rows, m), (rows,), (batch, m)))
+    y = torch.empty(groups, batch, m // groups, x.shape[1], dtype=x.dtype, device=x.device)
+    if rows:
+        programs = -(-rows // SCORES["BLOCK_N"])
+        scalars = rows, problem.option("scale"), problem.option("eps")
+        launch(pool_rows_scores_kernel, (programs,), x.device, x, a, s, r, *scalars, **sizes, **SCORES)
+    if batch:
+        tiles = tile_list(batch, 1, x.device, rows=batch, length=1, work_offsets=offsets)
+        programs = batch * (x.shape[1] // SUMS["BLOCK_C"])
+        launch(pool_rows_sums_kernel, (programs,), x.device, s, x, r, offsets, tiles.tiles, y, lse, batch, G=groups, **sizes, **SUMS)
+    return y, (s, r, lse)
+
+
+def backward(
+    problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, Tensor | None], needs: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and a. Workspace: the gradient of x̂, and x̂, each as large as x, and ``[N, M]``."""
+    from gem_kernels.triton.dense import norm, norm_gdpa
+    from gem_kernels.triton.pool_rows.kernels import pool_rows_bwd_kernel
+
+    x, a, offsets, y, s, r, lse = saved
+    dy, beside = douts
+    x, a, dy = x.contiguous(), a.contiguous(), dy.contiguous()
+    rows, batch = x.shape[0], offsets.numel() - 1
+    g, hat = torch.empty_like(x), torch.empty_like(x)
+    ds = torch.empty(rows, problem.dim("M"), dtype=x.dtype, device=x.device)
+    if rows:
+        launch(
+            pool_rows_bwd_kernel, (PROGRAMS * device_info(x.device).sms,), x.device, s, x, r, offsets, a, y, dy, lse, ds, g,
+            batch, rows, problem.option("scale"), G=problem.dim("G"), **_sizes(problem, x.dtype), **BACKWARD,
+        )  # fmt: skip
+    late = meeting.late_with(beside)
+    if late is not None and late.q.data_ptr() == x.data_ptr():
+        dx = norm_gdpa.meet_late(late, r, g, hat)
+    else:
+        beside = beside if late is None else late.finished().view(x.shape)
+        dx = norm.norm_grads(x, None, g, None if beside is None else beside.contiguous(), None, r, False, False, False, xhat=hat)[0]
+    return dx, ds.t() @ hat
+
+
+def specs() -> list[KernelSpec]:
+    """One implementation called "triton"."""
+    return [KernelSpec(op=OP, name="triton", forward=forward, backward=backward, supports=supports, priority=PRIORITY)]

@@ -1,0 +1,151 @@
+"""Pooling of the normed rows themselves: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gem_core import ops
+from gem_core.jagged import lengths_to_offsets
+from gem_core.model import pooling
+from gem_core.model.pooling import SeedPooling
+from gem_core.model.rows import Rows
+from gem_core.ops import dispatch, meeting
+from gem_kernels.triton import dense
+from gem_kernels.triton import pool_rows as family
+from gem_kernels.triton.common.device import on_cpu
+from gem_kernels.triton.dense import norm_gdpa
+from gem_kernels.triton.pool_rows import spec as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+WIDE, HEADS, SEEDS = (512, 4, 32) if DEVICE == "cuda" else (128, 2, 8)
+LENGTHS = (0, 5, 130, 1, 64, 0, 65) if DEVICE == "cpu" else (0, 5, 1300, 1, 64, 0, 65, 700, 128)
+SMALL = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 1, "num_stages": 1}
+
+
+@pytest.fixture(autouse=True)
+def _where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(pooling, "MANY_ROWS", 0)
+    if DEVICE == "cpu":
+        for name in ("SCORES", "SUMS", "BACKWARD"):
+            monkeypatch.setattr(kernels, name, SMALL)
+        monkeypatch.setattr(kernels, "PROGRAMS", 3)  # of one multiprocessor: shares that begin within samples
+    with nullcontext() if DEVICE == "cuda" else on_cpu(), dispatch.offering(*dense.specs(), *family.specs()):
+        yield
+
+
+def _module(seed: int = 0) -> SeedPooling:
+    torch.manual_seed(seed)
+    module = SeedPooling(WIDE, HEADS, WIDE // HEADS, 32, seeds=SEEDS)
+    torch.nn.init.normal_(module.kv.linear.bias)
+    return module.to(DEVICE, DTYPE)
+
+
+def _rows(lengths: Sequence[int], slack: int) -> tuple[Tensor, Rows]:
+    generator = torch.Generator().manual_seed(1)
+    s = torch.randn(sum(lengths) + slack, WIDE, generator=generator).to(DEVICE, DTYPE).requires_grad_()
+    return s, Rows(lengths_to_offsets(torch.tensor(lengths)).to(DEVICE), sum(lengths) + slack, max(lengths))
+
+
+def _step(module: SeedPooling, s: Tensor, rows: Rows) -> tuple[Tensor, list[Tensor]]:
+    """Tokens, and gradients of s and of all parameters; the rows go on."""
+    tokens, passed = module(s * 1, rows)
+    loss = tokens.float().square().mean() + (passed.float().cos().mean() if passed is not s else 0.0)
+    return tokens, list(torch.autograd.grad(loss, (s, *module.parameters())))
+
+
+@pytest.mark.parametrize("slack", [0, 9])
+def test_as_the_projected_rows(slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and gradients of float64 by the module's own formula; samples without rows give the output's bias."""
+    module = _module()
+    s, rows = _rows(LENGTHS, slack)
+    taken: list[str] = []
+    run = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda kernel, *args, **sizes: taken.append(kernel.fn.__name__) or run(kernel, *args, **sizes))
+    tokens, grads = _step(module, s, rows)
+    assert taken == ["pool_rows_scores_kernel", "pool_rows_sums_kernel", "pool_rows_bwd_kernel"]
+    exact = _module().double()
+    with monkeypatch.context() as usual:
+        usual.setattr(pooling, "MANY_ROWS", 1 << 60)
+        other, expected = _step(exact, s.detach().double().requires_grad_(), rows)
+    near = 1e-5 if torch.float32 == DTYPE else 2e-2
+    assert float((tokens - other).norm() / other.norm()) < near
+    names = ["s", *(name for name, _ in module.named_parameters())]
+    for name, one, two in zip(names, grads, expected):
+        if name == "kv.linear.bias":  # keys' part is zero: a vector added to all keys changes nothing
+            assert not one[:WIDE].any()
+            one, two = one[WIDE:], two[WIDE:]
+        assert float((one - two).norm() / two.norm()) < near, name
+    assert torch.equal(tokens[0], module.out.bias.expand_as(tokens[0]))
+
+
+def test_repeated_runs_agree() -> None:
+    module = _module()
+    s, rows = _rows(LENGTHS, 3)
+    first, second = (_step(module, s, rows) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1]))
+
+
+def test_the_next_norm_gdpas_last_part_is_done_beside_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _module()
+    s, rows = _rows(LENGTHS, 9)
+    kv = [torch.randn(3 * len(LENGTHS), HEADS, WIDE // HEADS, generator=torch.Generator().manual_seed(i)).to(DEVICE, DTYPE) for i in (2, 3)]
+
+    def gradients(once: bool) -> list[Tensor]:
+        tokens, passed = module(s * 1, rows)
+        if once:
+            meeting.read_once(passed)
+        q = meeting.in_heads(passed, HEADS, WIDE // HEADS)
+        out = ops.norm_gdpa(q, *kv, rows.offsets, rows.uniform(3), max_q_len=rows.max_length, max_k_len=3, backend="triton")
+        loss = tokens.float().square().mean() + out.float().square().mean()
+        return list(torch.autograd.grad(loss, (s, *module.parameters())))
+
+    ran: list[str] = []
+    launch = norm_gdpa.launch
+    monkeypatch.setattr(
+        norm_gdpa, "launch", lambda kernel, *args, **sizes: ran.append(kernel.fn.__name__) or launch(kernel, *args, **sizes)
+    )
+    expected, found = gradients(False), gradients(True)
+    assert ran.count("norm_gdpa_bwd_late_kernel") == 1
+    assert ran.count("norm_gdpa_bwd_dq_kernel") == 1
+    for one, two in zip(found, expected):
+        torch.testing.assert_close(one, two, rtol=2**-6 if torch.bfloat16 == DTYPE else 1e-5, atol=1e-3)
+
+
+def test_under_a_checkpoint_and_without_gradients() -> None:
+    module = _module()
+    s, rows = _rows(LENGTHS, 0)
+    tokens, grads = _step(module, s, rows)
+    again, passed = checkpoint(lambda t: module(t, rows), s, use_reentrant=False)
+    loss = again.float().square().mean() + passed.float().cos().mean()
+    for one, two in zip(grads, torch.autograd.grad(loss, (s, *module.parameters()))):
+        torch.testing.assert_close(one, two)
+    with torch.no_grad():
+        assert torch.equal(module(s, rows)[0], tokens)
+
+
+@pytest.mark.parametrize("change", ["hook", "layer norm", "candidate", "recipe", "few rows"])
+def test_elsewhere_rows_are_projected(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = _module()
+    s, rows = _rows((5, 3), 0)
+    monkeypatch.setattr(family.spec, "forward", lambda *_: pytest.fail("not plain"))
+    if change == "hook":
+        module.kv.linear.register_forward_hook(lambda *_: None)
+    elif change == "layer norm":
+        module.kv.kind = "layer"
+    elif change == "recipe":
+        module.attention_precision = object()
+    elif change == "few rows":
+        monkeypatch.setattr(pooling, "MANY_ROWS", 9)
+    else:
+        module = SeedPooling(WIDE, HEADS, WIDE // HEADS, 32, seeds=SEEDS, candidate_queries=1).to(DEVICE, DTYPE)
+    assert module._of_rows(s, rows) is None

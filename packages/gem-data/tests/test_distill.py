@@ -10,7 +10,7 @@ import pytest
 
 from gem_core import load_config, train
 from gem_core.cli import main
-from gem_core.errors import ConfigError, DataError
+from gem_core.errors import ConfigError, DataError, GemError
 from gem_core.sources.synthetic import SyntheticConfig
 from gem_data.distill import distill
 from gem_data.synth import write_synthetic
@@ -33,8 +33,8 @@ def changes(folder):
 
 
 def student(log, out, **options):
-    options = {"overrides": changes(log), "scores": out / "scores", "quiet": True, **options}
-    return distill(log / "teacher", log / "config.toml", run_dir=out / "run", **options)
+    options = {"overrides": changes(log), "scores": out / "scores", "run_dir": out / "run", "quiet": True, **options}
+    return distill(log / "teacher", log / "config.toml", **options)
 
 
 def test_the_teachers_predictions_stand_beside_every_column(log, tmp_path):
@@ -103,6 +103,17 @@ def test_what_is_refused(log, tmp_path, monkeypatch):
         with pytest.raises(DataError, match="take the place of a file"):
             student(log, tmp_path, scores=tmp_path / "mine")
         assert (tmp_path / "mine" / "train-0.parquet").read_bytes() == content
+    for options, words in (
+        ({"run_dir": log / "teacher", "overwrite": True}, "in the teacher's run folder"),
+        ({"run_dir": tmp_path / "mine"}, "the run folder is not empty"),
+        ({"overrides": [*changes(log), "model.embeding_dim=8"]}, "embeding_dim"),
+    ):
+        with pytest.raises(GemError, match=words):
+            distill(
+                log / "teacher", log / "config.toml", **{"overrides": changes(log), "scores": tmp_path / "none", "quiet": True, **options}
+            )
+        assert not (tmp_path / "none").exists()
+    assert (log / "teacher" / "run.json").is_file()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="in one process"):
         student(log, tmp_path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gem_core.config import load_config
+from gem_core.config import load_config, resolve
 from gem_core.config.load import source_config
 from gem_core.errors import ConfigError, DataError
 from gem_core.train.predict import Predictor, predictor
@@ -44,7 +44,8 @@ def distill(
 
     Files that hold this teacher's predictions of unchanged files already are used as they are.
 
-    :raises ConfigError: the student does not train on Parquet files, or shares no task with the teacher.
+    :raises ConfigError: the student does not train on Parquet files, shares no task with the teacher, or would train in its run folder.
+    :raises CheckpointError: the run folder is not free.
     """
     import gem_core
 
@@ -63,6 +64,8 @@ def distill(
             where="gemrec distill",
             fix="let one process write the scores, then train the student by torchrun gemrec train with [train.distill.teacher]",
         )
+    resolve(config)  # predicting takes long, and whatever stands against training is to be known before
+    _check_free(run_dir or Path(config.run.dir) / config.run.name, teacher, overwrite)
     with predictor(teacher, overrides=[f"run.device={json.dumps(config.run.device)}"], step=step) as model:
         tasks = [task for task in model.tasks if task in config.features.labels]
         if not tasks:
@@ -83,6 +86,20 @@ def distill(
     changes = [*given, *columns, f"data.{config.data.source}.train={paths}"]
     result: RunResult = gem_core.train(load_config(student, changes), run_dir=run_dir, overwrite=overwrite, quiet=quiet)
     return result
+
+
+def _check_free(path: Path, teacher: Path, overwrite: bool) -> None:
+    """:raises ConfigError: the student's run folder is the teacher's.
+    :raises CheckpointError: it holds another run that is not to be overwritten."""
+    if path.resolve() == teacher.resolve():
+        raise ConfigError(
+            "the student would train in the teacher's run folder", where=str(path), fix="give another one: --run-dir or --set run.name=…"
+        )
+    folder = RunFolder(path)
+    try:
+        folder.check(resume=False, overwrite=overwrite)
+    finally:
+        folder.release()
 
 
 def _check_ours(out: Path) -> None:

@@ -32,6 +32,7 @@ from gem_kernels.triton.tokens import spec as tokens_spec
 Change = tuple[ModuleType, str, Any]
 DEVICE = "cuda"
 LENGTHS, LONGEST = (0, 1, 65, 200, 128), 200
+ATTENTION = ("jagged_attention", "gdpa")
 LAST = 99
 """Of the configurations that a kernel offers, the last one."""
 
@@ -133,11 +134,11 @@ def hopper_attention(op: str) -> dict[str, Case]:
     """What goes through `launch` and `launch_bias`; wide heads only where they have a backward pass."""
     own = partial(self_attention, op)
     found: dict[str, Case] = {
-        "causal": lambda draw: own(draw, 64, causal=True),
+        "relative bias": lambda draw: own(draw, 128, 20, causal=True),
         "window": lambda draw: own(draw, 128, window=(33, 70)),
         "few keys": partial(few_keys, op),
+        "causal": lambda draw: own(draw, 64, causal=True),
         "shared queries": partial(shared_queries, op),
-        "relative bias": lambda draw: own(draw, 128, 20, causal=True),
     }
     return found | ({"256 columns": lambda draw: own(draw, 256, causal=True)} if op == "gdpa" else {})
 
@@ -195,7 +196,7 @@ def hopper(spec: KernelSpec) -> Iterator[Entry]:
         yield Entry(
             spec.op, spec.name, "lists of many samples", partial(of_op, spec, case, (schedule, "_MOST_RANKED", 0), *candidate(LAST))
         )
-    elif spec.op in ("jagged_attention", "gdpa"):  # forward in these kernels, backward in the portable ones
+    elif spec.op in ATTENTION:  # forward in these kernels, backward in the portable ones
         many = partial(of_op, spec, lambda draw: self_attention(spec.op, draw, 128, 90), *candidate(LAST))
         yield Entry(spec.op, spec.name, "relative bias, many buckets, last configuration", many)
     for name, (case, changes) in HOPPER_DENSE.get(spec.op, {}).items():
@@ -287,7 +288,7 @@ def entries(wanted: list[str], impls: list[str]) -> Iterator[Entry]:
     """Calls of these ops and implementations (all where none is given), those of the Hopper family first."""
     specs = [spec for spec in triton.specs() if spec.op in contracts()]
     of_hopper = [spec for spec in specs if spec.name.startswith("hopper")]
-    everything = [entry for spec in of_hopper for entry in hopper(spec)] + list(beside())
+    everything = [*beside(), *(entry for spec in sorted(of_hopper, key=lambda s: s.op in ATTENTION) for entry in hopper(spec))]
     everything += [entry for spec in specs if spec not in of_hopper for entry in portable(spec)]
     for spec in of_hopper:
         if spec.op == "norm_gdpa":

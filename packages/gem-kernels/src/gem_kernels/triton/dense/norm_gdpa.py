@@ -142,9 +142,9 @@ def meet(made: meeting.Made, out: Tensor, rstd: Tensor, grad: Tensor, dout: Tens
     return dx
 
 
-def meet_late(late: meeting.Late, rstd: Tensor, grad: Tensor, hat: Tensor) -> Tensor:
+def meet_late(late: meeting.Late, rstd: Tensor, grad: Tensor, hat: Tensor | None) -> Tensor:
     """The backward pass of an RMSNorm without weight of the rows that `norm_gdpa` reads as q, from the gradient ``grad [N, H D]`` of its
-    result, plus what `norm_gdpa` left of its own; ``hat`` is filled with the result."""
+    result, plus what `norm_gdpa` left of its own; ``hat``, if given, is filled with the result."""
     from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_bwd_late_kernel
 
     late.taken = True

@@ -203,7 +203,7 @@ def norm_gdpa_bwd_late_kernel(
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_gn: tl.constexpr, stride_gh: tl.constexpr, stride_hn: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS rows: x̂ of the RMSNorm with ``scale`` that reads q, and the gradient of q by it and by `norm_gdpa`."""
+    """Of ROWS rows: the gradient of q by the RMSNorm with ``scale`` that reads it and by `norm_gdpa`; and where it is wanted, x̂ of it."""
     row = _first_row(ROWS)
     i = row + tl.arange(0, ROWS)
     end = tl.load(q_offsets + batch).to(tl.int64)
@@ -215,7 +215,8 @@ def norm_gdpa_bwd_late_kernel(
     dhat = _load(h, stride_hn, D, row, rows, H, D, ROWS, COLUMNS)
     r1 = tl.load(scale + i, mask=i < rows, other=0.0)[:, None]
     normed = x * r1
-    _store(hat, normed, row, rows, H, D, ROWS, COLUMNS)
+    if hat is not None:
+        _store(hat, normed, row, rows, H, D, ROWS, COLUMNS)
     found = (dhat - normed * (tl.sum(dhat * normed, 1) / (H * D))[:, None]) * r1
     # 0 past the last offset, where l is not what the norm would give
     r = tl.load(rstd + i, mask=i < end, other=0.0)

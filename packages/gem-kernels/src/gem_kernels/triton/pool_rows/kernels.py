@@ -2,11 +2,11 @@
 
     scores    s = scale · r (x aᵀ) [N, M] fp32, r [N]            reads x
     sums      y = Pᵀ x̂ / Σ P, by blocks of columns, lse [B, M]   reads s, x
-    backward  dP = r (x dyᵀ), dS = scale · P ∘ (dP − Σ y dy), g = dS a + P dy, the gradient of x̂      reads s, x   writes dS, g
+    backward  dP = r (x dyᵀ), dS = scale · P ∘ (dP − Σ y dy), g = dS a + P dy, the gradient of x̂      reads s, x   writes r dS, g
 
-The gradient of a is dSᵀ x̂. A program of ``sums`` has BLOCK_C columns of a sample, and the transposed sum in registers: P and x need not be
-turned. Programs of ``backward`` share the rows equally and begin and end within samples, as those of `attention.backward_shared` do. Their
-products take dy of the sample and a from the L2 cache, BLOCK_C columns at a time.
+The gradient of a is dSᵀ x̂ = (r dS)ᵀ x. A program of ``sums`` has BLOCK_C columns of a sample, and the transposed sum in registers: P and x
+need not be turned. Programs of ``backward`` share the rows equally and begin and end within samples, as those of
+`attention.backward_shared` do. Their products take dy of the sample and a from the L2 cache, BLOCK_C columns at a time.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def pool_rows_bwd_kernel(
     s, x, r, offsets, a, y, dy, lse, ds, g, batch, rows: tl.int64, scale,
     C: tl.constexpr, M: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dS and g of a share of the rows; zeros past the last offset."""
+    """r dS and g of a share of the rows; zeros past the last offset."""
     zero_slack(ds, offsets, batch, rows, M, M, 1, M, M)
     zero_slack(g, offsets, batch, rows, C, C, 1, C, C)
     share, shares = tl.program_id(0), tl.num_programs(0)
@@ -115,9 +115,9 @@ def pool_rows_bwd_kernel(
             rstd = tl.load(r + i, live, 0.0)
             scores = tl.load(s + i[:, None] * M + j[None, :], live[:, None], _LOW) * LOG2E
             p = tl.exp2(scores - own_lse[None, :])
-            ds_tile = (p * (dp * rstd[:, None] - delta[None, :]) * scale).to(ds.dtype.element_ty)
-            tl.store(ds + i[:, None] * M + j[None, :], ds_tile, live[:, None])
-            p_tile = p.to(dy.dtype.element_ty)
+            found_ds = p * (dp * rstd[:, None] - delta[None, :]) * scale
+            tl.store(ds + i[:, None] * M + j[None, :], (found_ds * rstd[:, None]).to(ds.dtype.element_ty), live[:, None])
+            ds_tile, p_tile = found_ds.to(dy.dtype.element_ty), p.to(dy.dtype.element_ty)
             for start in tl.range(0, C, BLOCK_C):
                 c = start + tl.arange(0, BLOCK_C)
                 found = tl.dot(ds_tile, _load(a, j, every, c, C), input_precision=PRECISION)

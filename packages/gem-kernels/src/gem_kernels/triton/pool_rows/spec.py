@@ -63,7 +63,7 @@ def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Te
 def backward(
     problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, Tensor | None], needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and a. Workspace: the gradient of x̂, and x̂, each as large as x, and ``[N, M]``."""
+    """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``."""
     from gem_kernels.triton.dense import norm, norm_gdpa
     from gem_kernels.triton.pool_rows.kernels import pool_rows_bwd_kernel
 
@@ -71,7 +71,7 @@ def backward(
     dy, beside = douts
     x, a, dy = x.contiguous(), a.contiguous(), dy.contiguous()
     rows, batch = x.shape[0], offsets.numel() - 1
-    g, hat = torch.empty_like(x), torch.empty_like(x)
+    g = torch.empty_like(x)
     ds = torch.empty(rows, problem.dim("M"), dtype=x.dtype, device=x.device)
     if rows:
         launch(
@@ -80,11 +80,11 @@ def backward(
         )  # fmt: skip
     late = meeting.late_with(beside)
     if late is not None and late.q.data_ptr() == x.data_ptr():
-        dx = norm_gdpa.meet_late(late, r, g, hat)
+        dx = norm_gdpa.meet_late(late, r, g, None)
     else:
         beside = beside if late is None else late.finished().view(x.shape)
-        dx = norm.norm_grads(x, None, g, None if beside is None else beside.contiguous(), None, r, False, False, False, xhat=hat)[0]
-    return dx, ds.t() @ hat
+        dx = norm.norm_grads(x, None, g, None if beside is None else beside.contiguous(), None, r, False, False, False)[0]
+    return dx, ds.t() @ x
 
 
 def specs() -> list[KernelSpec]:

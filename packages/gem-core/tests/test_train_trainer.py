@@ -388,6 +388,40 @@ def test_the_best_parameters_are_kept_of_a_run_that_was_stopped_at_its_last_step
     assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
 
 
+def test_the_best_parameters_survive_a_kill_before_they_are_marked(tmp_path, monkeypatch):
+    overfit = {
+        "train": {"steps": 60, "optimizer": {"lr": 0.02}, "tables": {"lr": 0.1}, "log_every": 100, "keep_checkpoints": 1},
+        "data": {"toy": {"rows": 320}},
+        "eval": {"every": 4, "restore_best": True, "monitor": "ctr.logloss"},
+    }
+    best = train(tmp_path / "whole", **overfit).summary["best_step"]
+    assert 4 < best < 60
+    real = CheckpointStore.mark_best
+
+    def killed(store, step):
+        if step == best:
+            raise KeyboardInterrupt
+        real(store, step)
+
+    monkeypatch.setattr(CheckpointStore, "mark_best", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", **overfit)
+    monkeypatch.undo()
+    assert train(tmp_path / "run", resume=True, **overfit).summary["best_step"] == best
+    a, b = (_tensors(tmp_path / name, 60) for name in ("whole", "run"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_asking_for_the_best_parameters_of_a_run_that_kept_none(tmp_path, capsys):
+    how = {"train": {"steps": 8, "checkpoint_every": 8}, "eval": {"every": 2, "monitor": "ctr.calibration"}}
+    best = train(tmp_path / "run", **how).summary["best_step"]
+    config = toys.config(train={"steps": 12}, eval={**how["eval"], "restore_best": True})
+    result = gem_core.train(config, run_dir=tmp_path / "run", resume=True)
+    if best != 8:
+        assert f"there is no checkpoint of step {best}, the best so far" in capsys.readouterr().out
+    assert result.summary["best_step"] >= 8
+
+
 @pytest.mark.parametrize("within", [1, 2])
 def test_a_stop_ends_an_evaluation_which_is_made_up_for(tmp_path, monkeypatch, within):
     """``within``: the first evaluation, or the last one, after training."""

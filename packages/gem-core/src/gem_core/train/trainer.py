@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +26,7 @@ from gem_core.train.continuous import Recency, warm_start
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
 from gem_core.train.feed import Fed, Feed, grouped
+from gem_core.train.header import head_lines, header, plan_lines
 from gem_core.train.heldout import HeldOut
 from gem_core.train.logs import JsonLines, Progress, TensorBoard, kernel_choices
 from gem_core.train.measure import Meter, peak, peak_memory
@@ -208,52 +207,20 @@ class Trainer:
         random.seed(seed)
 
     def _header(self) -> dict[str, Any]:
-        """The content of run.json."""
-        config, parts = self.config, self.parts
-        return {
-            "name": config.run.name,
-            "model": config.model.name,
-            "seed": config.run.seed,
-            "world": self.runtime.world,
-            **environment(self.runtime.device),
-            "precision": {"recipe": config.precision.recipe, "sites": dict(Counter(p for _, p, _ in parts.guard.describe()))},
-            "parallel": {"dense": config.parallel.dense, "sparse": config.parallel.sparse, **parts.mesh.degrees()},
-            "plan": self._describe(),
-            "parameters": parts.parameter_counts(),
+        """The content of run.json; what the strategies have to say is printed too."""
+        config, parts, rt = self.config, self.parts, self.runtime
+        plan = plan_lines(parts)
+        for line in (*head_lines(config, parts, rt, self.total), *plan):
+            self._say(line)
+        told = {
+            "plan": plan,
             "fitted": self.fitted,
             "hashed": hashed_of(self.feed.source),
-            "flops_per_sample": None,
             "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_from": self.info.step or None,
             "warm_start": self.warm,
         }
-
-    def _describe(self) -> list[str]:
-        """What the strategies have to say of their plan; it is printed too."""
-        told = (getattr(part, "describe", None) for part in (self.parts.module, self.parts.tables))
-        lines = [line for describe in told if describe is not None for line in describe()]
-        node = os.environ.get("LOCAL_WORLD_SIZE")
-        mesh = self.parts.mesh.table(int(node) if node else None) if self.runtime.world > 1 else []
-        for line in (self._head(), *self._unused(), *mesh, *lines):
-            self._say(line)
-        return lines
-
-    def _head(self) -> str:
-        """What is trained, on what and for how long."""
-        counts = self.parts.parameter_counts()
-        several = f" x {self.runtime.world} processes" if self.runtime.world > 1 else ""
-        length = f"{self.total:,} steps, " if self.total is not None else ""
-        return (
-            f"{self.config.model.name} on {device_name(self.runtime.device)}{several}, {self.config.precision.recipe}: "
-            f"{counts['dense']:,} parameters, {counts['sparse']:,} in tables; {length}batch size {self.config.data.batch_size:,}"
-        )
-
-    def _unused(self) -> list[str]:
-        """What one process leaves of a file that was written for many."""
-        p = self.config.parallel
-        names = [f"parallel.{axis} = {getattr(p, axis)}" for axis in self.parts.mesh.degrees() if getattr(p, axis) not in (-1, 1)]
-        return [f"one process: {', '.join(names)} not used"] if names and self.runtime.world == 1 else []
+        return header(config, parts, rt, told)
 
     def _build_callbacks(self) -> list[Callback]:
         named = {name: manager().find("callback", name).build(options) for name, options in self.resolved.callbacks.items()}
@@ -523,6 +490,7 @@ class Trainer:
         shared = checkpoint.state("shared")
         state.load_guard(self.parts, checkpoint)
         self.best.load_state_dict(shared["best"])
+        self._keep_best()
         if self.recency is not None and shared.get("recency") is not None:
             self.recency.load_state_dict(shared["recency"])
         for name, callback in self.stateful.items():
@@ -542,6 +510,18 @@ class Trainer:
             self.folder.trim(checkpoint.step)
         self._say(f"resumed at step {checkpoint.step} from {checkpoint.path}")
 
+    def _keep_best(self) -> None:
+        """The checkpoint of the best step stays until a better one is there: what the run had marked may be another one, as after a kill
+        before it was, or where the run goes on from an older checkpoint."""
+        step, store = self.best.step, self.folder.checkpoints
+        if not self.config.eval.restore_best or step is None:
+            return
+        if self.runtime.on_main(lambda: step in store.steps()):
+            self.runtime.on_main(lambda: store.mark_best(step))
+            return
+        self._say(f"there is no checkpoint of step {step}, the best so far: the search for the best begins anew")
+        self.best.value = self.best.step = None
+
     def _finish(self, status: str) -> RunResult:
         if status == "finished" and self.info.step and not self.info.samples:
             fix = "look at what the source refused: `gemrec data validate` lists it"
@@ -554,7 +534,7 @@ class Trainer:
                 self._evaluate()
             if self.best.step not in (None, self.info.step):
                 self._say(f"the best parameters are those of step {self.best.step}")
-                state.load_parameters(self.parts, self.folder.checkpoints.best() or self.folder.checkpoints.load(self.best.step))
+                state.load_parameters(self.parts, state.opened(self.folder.checkpoints, self.best.step, self.runtime))
                 self._evaluate(final=True)
                 self.saved_at = -1  # what this step's checkpoint holds, if it has one, are not the best parameters
             self._checkpoint()

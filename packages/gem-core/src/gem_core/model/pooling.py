@@ -15,6 +15,10 @@ from gem_core.ops import pool_rows, siblings
 from gem_core.ops.contract import OpPrecision
 
 
+QUERIES = 128
+"""Rows of all heads' shared queries that read the rows at once, at most."""
+
+
 class SumKron(nn.Module):
     """Kunlun's SumKronLinear ``sum_i Z_i^T H W_i`` over ``terms`` terms plus a bias: ``[B, n, width] -> [B, tokens, out]``."""
 
@@ -88,14 +92,19 @@ class SeedPooling(nn.Module):
         dtype = product_dtype(s)
         if not plain or self.kv.kind != "rms" or self.attention_precision is not None or s.dtype != dtype:
             return None
-        run = pool_rows.implementation(s, h * n, h, d**-0.5, self.kv.eps)
+        heads = next((k for k in range(h, 0, -1) if h % k == 0 and k * n <= QUERIES), 0)  # at once
+        run = pool_rows.implementation(s, heads * n, heads, d**-0.5, self.kv.eps) if heads else None
         if run is None:
             return None
         assert self.seeds is not None
         with torch.autocast(s.device.type, enabled=False):
             to_keys, to_values = linear.weight.to(dtype).view(2, h, d, -1).unbind()
-            y, s = run(s, torch.bmm(self.seeds.to(dtype).transpose(0, 1), to_keys).flatten(0, 1), rows.offsets)
-            read = torch.bmm(y.flatten(1, 2), to_values.transpose(1, 2)).view(h, rows.batch_size, n, d)
+            found = []
+            for queries in torch.bmm(self.seeds.to(dtype).transpose(0, 1), to_keys).split(heads):
+                y, s = run(s, queries.flatten(0, 1), rows.offsets)
+                found.append(y.flatten(1, 2))
+            whole = found[0] if len(found) == 1 else torch.cat(found)
+            read = torch.bmm(whole, to_values.transpose(1, 2)).view(h, rows.batch_size, n, d)
             if linear.bias is not None:
                 there = (rows.offsets[1:] > rows.offsets[:-1]).to(dtype)
                 read = read + linear.bias.to(dtype)[h * d :].view(h, 1, 1, d) * there.view(-1, 1, 1)

@@ -14,7 +14,6 @@ from gem_core.model.rows import Rows
 from gem_core.ops import pool_rows, siblings
 from gem_core.ops.contract import OpPrecision
 
-
 QUERIES = 128
 """Rows of all heads' shared queries that read the rows at once, at most."""
 

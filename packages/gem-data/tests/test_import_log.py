@@ -159,6 +159,22 @@ def test_files_that_cannot_be_read(tmp_path, name, text, words):
         import_log([tmp_path / "empty"], tmp_path / "out")
 
 
+@pytest.mark.parametrize(("text", "where"), [("user,city\n1,Köln\n", "column 'city'"), ("user,größe\n1,2\n", "names of columns")])
+def test_text_in_another_encoding(tmp_path, text, where):
+    (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=rf"(?s)not UTF-8.*{where}.*iconv"):
+        import_log([tmp_path / "a.csv"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_semicolons(tmp_path, name):
+    text = b'user;time;item;note\n1;5;7;"a;b"\n1;9;8;c, d\n'
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert import_log([tmp_path / name], tmp_path / "out", user="user", time="time", events=["item"]) == (2, 1)
+    found = pq.read_table(tmp_path / "out" / "log.parquet").to_pydict()
+    assert (found["note"], found["history_item"]) == (["a;b", "c, d"], [[], [7]])
+
+
 def test_files_that_do_not_fit_together_and_columns_that_are_there(tmp_path):
     pq.write_table(log(), tmp_path / "a.parquet")
     pq.write_table(log().set_column(5, "clicked", pa.array(["yes"] * 400)), tmp_path / "b.parquet")

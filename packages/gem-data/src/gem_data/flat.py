@@ -6,6 +6,7 @@ the columns of an event were. Rows of one user and one time do not see each othe
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,8 +45,8 @@ def import_log(
 ) -> tuple[int, int]:
     """Write ``out/log.parquet``, rows in the order of ``time`` where it is given; returns (rows, events in all histories).
 
-    :param paths: CSV, TSV (both also as .gz), JSON lines or Parquet files, or folders of them, in which folders ``key=value`` are columns
-        too; all have the same columns.
+    :param paths: CSV (by commas or semicolons), TSV (both also as .gz), JSON lines or Parquet files, or folders of them, in which folders
+        ``key=value`` are columns too; all have the same columns.
     :param events: columns of an event; ``history_NAME`` lists their values, ``history_TIME`` the times.
     :param where: row filter: which rows become events of later histories (all).
     :param text: columns of text files that are text, whatever they look like (zip codes).
@@ -126,9 +127,10 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
             table = csv.read_csv(
                 path,
                 read_options=csv.ReadOptions(block_size=_BLOCK),
-                parse_options=csv.ParseOptions(delimiter=_DELIMITERS[form]),
+                parse_options=csv.ParseOptions(delimiter=_delimiter(path, form)),
                 convert_options=csv.ConvertOptions(column_types=dict.fromkeys(text, pa.string()), strings_can_be_null=True),
             )
+            _check_text(path, table)
             yield path, table
         else:
             raise DataError("this is no log that can be read", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
@@ -137,6 +139,25 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
         if isinstance(error, OSError) and error.errno:
             what, fix = os.strerror(error.errno), "check the path and its permissions"
         raise DataError(f"the file cannot be read: {what}", where=str(path), fix=fix) from error
+
+
+def _check_text(path: Path, table: pa.Table) -> None:
+    """:raises DataError: text in another encoding, whose bytes would become ids that UTF-8 of the same words does not have."""
+    try:
+        at = next((f"column {field.name!r}" for field in table.schema if pa.types.is_binary(field.type)), None)
+    except UnicodeDecodeError:
+        at = "names of columns"
+    if at is not None:
+        raise DataError("the text is not UTF-8", where=f"{path}, {at}", fix="convert the file, as in iconv -f LATIN1 -t UTF-8")
+
+
+def _delimiter(path: Path, form: str) -> str:
+    """What separates fields: in .csv files whose header has semicolons and no comma, as some spreadsheets write them, these."""
+    if form != ".csv":
+        return _DELIMITERS[form]
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        header = file.readline(1 << 16)
+    return ";" if b";" in header and b"," not in header else _DELIMITERS[form]
 
 
 def _read_json(path: Path, text: Sequence[str]) -> pa.Table:

@@ -266,6 +266,19 @@ def test_a_run_that_waits_for_a_partition_lives_and_stops_when_it_is_told_to(fol
     assert (more.status, more.steps) == ("finished", 20)
 
 
+def test_a_run_is_gone_on_with_until_another_partition(folder, tmp_path):
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder))
+    first = train(load_config(path, {"data.parquet-follow.stop": "hour=02"}), run_dir=tmp_path / "run", quiet=True)
+    folder.rename(tmp_path / "moved")
+    more = {"data.parquet-follow.train": str(tmp_path / "moved"), "data.parquet-follow.eval": str(tmp_path / "moved" / "hour=03")}
+    more |= {"data.parquet-follow.stop": "hour=03", "data.batch_size": 20}
+    second = train(load_config(path, more), run_dir=tmp_path / "run", resume=True, quiet=True)
+    assert (first.samples, second.samples, second.steps - first.steps) == (2 * ROWS, 3 * ROWS, 2)
+    with pytest.raises(ConfigError, match=r"data\.parquet-follow\.marker: was _SUCCESS, is DONE"):
+        train(load_config(path, more | {"data.parquet-follow.marker": "DONE"}), run_dir=tmp_path / "run", resume=True, quiet=True)
+
+
 def followed_apart(rank, world, log):
     """Hours that each of two ranks reads: the second one sees new partitions later, and alone is asked to stop."""
     source = follow(Path(log), batch_size=20, shard=(rank, world), idle_s=None)

@@ -94,6 +94,8 @@ class SourceSpec:
     """A data source: ``build(config, features, *, split, batch_size, shard=(rank, world), seed) -> gem_core.sources.Source``.
 
     ``features(config) -> Features``, where given, declares the features of a source that knows its own (used when ``[features]`` is empty).
+    ``free``: options that may be others when a run is resumed: what they change, the source's stored position does not depend on, or it
+    refuses the position itself.
     """
 
     kind: ClassVar[str] = "source"
@@ -101,6 +103,7 @@ class SourceSpec:
     config_type: type
     build: Callable[..., Any]
     features: Callable[..., Any] | None = None
+    free: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

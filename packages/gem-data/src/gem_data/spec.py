@@ -63,5 +63,8 @@ def build_follow(
     return Following(config, features, batch_size=batch_size, shard=shard, seed=seed, drop_last=drop_last)
 
 
-SPEC = SourceSpec("parquet", ParquetConfig, build_parquet)
-FOLLOW = SourceSpec("parquet-follow", FollowConfig, build_follow)
+_FREE = ("root", "train", "eval", "test", "eval_filter", "test_filter", "prefetch", "workers", "quarantine")
+"""Training files that are others have another digest, which a stored position holds."""
+
+SPEC = SourceSpec("parquet", ParquetConfig, build_parquet, free=_FREE)
+FOLLOW = SourceSpec("parquet-follow", FollowConfig, build_follow, free=(*_FREE, "lag", "poll_s", "idle_s", "stop"))

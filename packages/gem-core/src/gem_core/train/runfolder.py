@@ -33,7 +33,8 @@ SUMMARY_METRICS = ("ne", "auc", "logloss", "calibration", "gauc", "bayes_ne")
 _log = logging.getLogger(__name__)
 
 FREE_ON_RESUME = ("run", "eval", "train", "kernels", "parallel")
-"""Sections that may change when a run is resumed; the others say what the parameters mean."""
+"""Sections that may change when a run is resumed; the others say what the parameters mean. Of ``[data]`` the sizes of batches may, and what
+the source declares (`SourceSpec.free`)."""
 
 
 class RunFolder:
@@ -138,16 +139,19 @@ class RunFolder:
         if not self.config.is_file():
             return
         before, now = load_config(self.config).model_dump(mode="json"), config.model_dump(mode="json")
+        source = config.data.source
+        free = {"data.batch_size", "data.eval_batch_size", *(f"data.{source}.{o}" for o in manager().find("source", source).free)}
         changed = [
             f"{key}: was {old}, is {new}"
             for section in sorted(set(before) - set(FREE_ON_RESUME))
             for key, old, new in _differences(section, before[section], now[section])
+            if key not in free
         ]
         if changed:
             raise ConfigError(
                 "the configuration differs from that of the run to resume: " + "; ".join(changed[:5]) + ("; …" if len(changed) > 5 else ""),
                 where=str(self.config),
-                fix=f"only [{'], ['.join(FREE_ON_RESUME)}] may change; start a new run for the rest",
+                fix=f"only [{'], ['.join(FREE_ON_RESUME)}], {', '.join(sorted(free))} may change; start a new run for the rest",
             )
 
     def check_fitted(self, config: Config) -> None:

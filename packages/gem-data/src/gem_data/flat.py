@@ -144,7 +144,8 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
 def _check_text(path: Path, table: pa.Table) -> None:
     """:raises DataError: text in another encoding, whose bytes would become ids that UTF-8 of the same words does not have."""
     try:
-        at = next((f"column {field.name!r}" for field in table.schema if pa.types.is_binary(field.type)), None)
+        kinds = dict(zip(table.column_names, table.schema.types))
+        at = next((f"column {name!r}" for name, kind in kinds.items() if pa.types.is_binary(kind)), None)
     except UnicodeDecodeError:
         at = "names of columns"
     if at is not None:

@@ -116,6 +116,8 @@ def test_parts_cover_the_models_flops(tmp_path):
     # a step has all parts, and more: between a half, on a busy machine, and many times their time
     assert 0.3 < found["step_s"] / found["parts_s"] < 50
     assert found["step_floor_share"] == pytest.approx(found["floors_s"] / found["step_s"])
+    assert found["step_floor_share_by_definition"] >= found["step_floor_share"]
+    assert all(p["least_flops"] <= p["flops"] for p in parts.values())
 
 
 def test_ceilings_are_rates_of_the_same_product_and_copy(monkeypatch):

@@ -251,3 +251,24 @@ def test_the_printed_table_names_every_part():
     text = counts("tiny", samples=64).table()
     for word in ("tables", "pffn", "attention", "pooling", "interaction", "heads", "dense total", "training"):
         assert word in text
+
+
+def test_shared_queries_need_not_project_the_rows():
+    """Of `base`: keys, values and attention of 32 seeds, or six products of 128 queries with each row and the sums' map to values."""
+    features = find("base").features()
+    with torch.device("meta"):
+        model = Gem(GemConfig.model_validate(preset("base")), features)
+    lengths = {"history": torch.tensor([300, 0, 500])}
+    found = model.count_flops(lengths, 3)
+    spared = 6 * (800 * (3 * 2 * 512 * 1024 + 3.5 * 4 * 32 * 512) - 800 * 12 * 128 * 512 - 3 * 6 * 32 * 512 * 512)
+    assert found.spared == {"pooling": spared}
+    parts, least = found.by_part_training, found.least_by_part_training
+    assert least["pooling"] == parts["pooling"] - spared
+    assert {p: n for p, n in least.items() if p != "pooling"} == {p: n for p, n in parts.items() if p != "pooling"}
+
+
+@pytest.mark.parametrize("pooling", [{"seeds": 0, "recent": 2}, {"seeds": 4, "candidate_queries": 1}, {"seeds": 64}])
+def test_nothing_is_spared_where_it_is_not_less(pooling):
+    """Rows taken as they are, queries of a candidate, more queries than columns."""
+    model = Gem(GemConfig.model_validate({"sequence": {"dim": 16, "heads": 2, "candidate": True, "pooling": pooling}}), sample_features())
+    assert not any(model.count_flops({"history": torch.tensor([30, 50])}, 2).spared.values())

@@ -103,7 +103,8 @@ def bench_local(
     local.write(result, out, preset)
     print(local.table(result))
     products = f"products of {result['gemm_tflops']:.0f} TFLOP/s"
-    at_best = f"{result['step_floor_share_at_best']:.2f} with the best one's {result['best_gemm_tflops']:.0f}"
+    at_best = f"{result['step_floor_share_at_best']:.2f} with the best one's {result['best_gemm_tflops']:.0f}, "
+    at_best += f"{result['step_floor_share_by_definition']:.2f} with the FLOPs of the model's definition"
     print(f"floors {result['floors_s'] * 1e3:.1f} ms = {result['step_floor_share']:.2f} of a step of this batch: {products} ({at_best})")
     ladder = out / f"train-{preset}.json"
     if result["local_mfu"] is not None and ladder.is_file():

@@ -44,6 +44,10 @@ class TableModel(nn.Module):
         """Training FLOPs of a batch on the host, by part."""
         return self.count_flops(history_lengths(batch), batch.size).by_part_training
 
+    def least_flops(self, batch: Batch) -> dict[str, int]:
+        """The same by the products that are needed at least."""
+        return self.count_flops(history_lengths(batch), batch.size).least_by_part_training
+
     def count_flops(self, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:
         """FLOPs for histories of ``lengths[name] [B]`` events, on the host."""
         raise NotImplementedError

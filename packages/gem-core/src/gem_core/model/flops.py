@@ -2,7 +2,8 @@
 
 A linear map counts 2 M N K forward, attention ``gem_core.ops.attention_flops`` of its attended pairs. Training counts forward and
 backward: 3 times the linear maps, 3.5 times the attention (where queries and values have one width). Embedding reads, norms, activations
-and whatever is recomputed count nothing.
+and whatever is recomputed count nothing. Where the same function can be had with fewer products, the definition's are counted, and what
+may be spared is told beside them (`ModelFlops.least_by_part_training`): shared queries that pool a history need not project its rows.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ if TYPE_CHECKING:
     from gem_core.model.din import Din
     from gem_core.model.gem import Gem
     from gem_core.model.history import HistoryEntry
-    from gem_core.model.pooling import Pooling
+    from gem_core.model.pooling import Pooling, SeedPooling
     from gem_core.model.sequence import SequenceBlock
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Forward FLOPs of one batch by part, split into linear maps and attention; ``auxiliary`` are linear maps of training only."""
+    """Forward FLOPs of one batch by part, split into linear maps and attention; ``auxiliary`` are linear maps of training only, ``spared``
+    those FLOPs of training that another order of the same products does without."""
 
     gemm: Mapping[str, int]
     attention: Mapping[str, int] = field(default_factory=dict)
     attention_backward: Mapping[str, int] = field(default_factory=dict)
     auxiliary: int = 0
+    spared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, int]:
@@ -49,6 +52,11 @@ class ModelFlops:
         """FLOPs of forward and backward of each part, those of training only under "auxiliary"."""
         parts = {p: 3 * self.gemm.get(p, 0) + self.attention.get(p, 0) + self.attention_backward.get(p, 0) for p in self.parts}
         return {**parts, "auxiliary": 3 * self.auxiliary} if self.auxiliary else parts
+
+    @property
+    def least_by_part_training(self) -> dict[str, int]:
+        """The same by the products that are needed at least."""
+        return {p: n - self.spared.get(p, 0) for p, n in self.by_part_training.items()}
 
     @property
     def forward(self) -> int:
@@ -67,6 +75,7 @@ class FlopCount:
         self.attention: dict[str, int] = {}
         self.backward: dict[str, int] = {}
         self.auxiliary = 0
+        self.spared: dict[str, int] = {}
 
     def linear(self, part: str, module: nn.Module | None, rows: int, width: int = 0) -> None:
         """``module`` applied to ``rows`` rows (samples, where it works on whole samples with tokens of ``width``)."""
@@ -80,8 +89,12 @@ class FlopCount:
         self.attention[part] = self.attention.get(part, 0) + attention_flops(*shape)
         self.backward[part] = self.backward.get(part, 0) + attention_flops(*shape, backward=True)
 
+    def spare(self, part: str, flops: int) -> None:
+        """Nothing where ``flops`` are fewer than none."""
+        self.spared[part] = self.spared.get(part, 0) + max(0, flops)
+
     def total(self) -> ModelFlops:
-        return ModelFlops(self.gemm, self.attention, self.backward, self.auxiliary)
+        return ModelFlops(self.gemm, self.attention, self.backward, self.auxiliary, self.spared)
 
 
 def linear_flops(module: nn.Module | None, width: int = 0) -> int:
@@ -164,6 +177,8 @@ def pooling_flops(count: FlopCount, pool: Pooling, c: SequenceConfig, rows: int,
         count.linear("pooling", pool.attention.kv, rows)
         count.linear("pooling", pool.attention.queries, b)
         count.attend("pooling", rows * asked, c.heads, c.width)
+        if pool.attention.queries is None:
+            count.spare("pooling", _projected(pool.attention, rows) - _of_rows(pool.attention, rows, b))
         out = pool.attention.out
         if isinstance(out, SumKron):
             count.linear("pooling", out.mix, b, c.heads * c.width)
@@ -171,6 +186,18 @@ def pooling_flops(count: FlopCount, pool: Pooling, c: SequenceConfig, rows: int,
         else:
             count.linear("pooling", out, b * asked)
     count.linear("pooling", pool.rows, b * (pool.count - c.pooling.read_tokens))
+
+
+def _projected(pool: SeedPooling, rows: int) -> int:
+    """Training FLOPs of keys, values and attention to them."""
+    shape = rows * pool.seed_count, pool.heads, pool.head_dim, pool.head_dim
+    return 3 * rows * linear_flops(pool.kv) + attention_flops(*shape) + attention_flops(*shape, backward=True)
+
+
+def _of_rows(pool: SeedPooling, rows: int, b: int) -> int:
+    """Those of `gem_core.ops.pool_rows`: two products with each row forward, four backward, and the sums' map to values."""
+    dim, width = pool.kv.linear.in_features, pool.heads * pool.head_dim
+    return 12 * rows * pool.seed_count * pool.heads * dim + 6 * b * pool.seed_count * dim * width
 
 
 def din_flops(model: Din, lengths: Mapping[str, Tensor], batch_size: int) -> ModelFlops:

@@ -53,6 +53,10 @@ class SeedPooling(nn.Module):
         self.out = nn.Linear(width, out_dim) if tokens is None else SumKron(seeds + candidate_queries, tokens, width, out_dim, kron)
         self.reset_parameters()
 
+    @property
+    def seed_count(self) -> int:
+        return 0 if self.seeds is None else self.seeds.shape[0]
+
     def reset_parameters(self) -> None:
         if self.seeds is not None:
             nn.init.normal_(self.seeds)
@@ -84,7 +88,7 @@ class SeedPooling(nn.Module):
     def _of_rows(self, s: Tensor, rows: Rows) -> tuple[Tensor, Tensor] | None:
         """What shared queries read, ``[B, seeds, dim]``, and s: by the normed rows themselves (`gem_core.ops.pool_rows`), where an
         implementation has them and the modules are plain ones; None elsewhere."""
-        linear, n, h, d = self.kv.linear, 0 if self.seeds is None else self.seeds.shape[0], self.heads, self.head_dim
+        linear, n, h, d = self.kv.linear, self.seed_count, self.heads, self.head_dim
         if n == 0 or self.queries is not None or s.shape[0] < MANY_ROWS or torch.compiler.is_compiling():
             return None
         plain = type(linear) is nn.Linear and type(self.kv) is NormLinear and is_plain(linear) and is_plain(self.kv)

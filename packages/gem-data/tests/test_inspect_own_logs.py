@@ -142,3 +142,12 @@ def test_times_in_a_finer_unit_than_declared_stop_the_reader(tmp_path, factor, u
     assert "row 0" in caught.value.where
     (features if column == "ts" else history)[key] = unit
     assert read() == 8
+
+
+def test_names_of_all_kinds(tmp_path):
+    """Whatever a column is called, what is proposed can be read."""
+    names = ["a\nb", "a\tb", 'quo"te', "back\\slash", "", "# no comment", "[br]", "a.b", "\x1b[1m", "two\u2028lines", "label"]
+    columns = {name: [i % (2 if name == "label" else 9) for i in range(40)] for name in names}
+    pq.write_table(pa.table({**columns, "null\nnull": pa.nulls(40)}), tmp_path / "a.parquet")
+    features = tomllib.loads(propose(tmp_path / "a.parquet"))["features"]
+    assert set(features["sparse"]) == set(names) - {"label"}

@@ -69,12 +69,17 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
     head = [
         f"# Proposed by 'gemrec data inspect': {len(files)} file(s), {sum(sum(f.rows) for f in files):,} rows. Read it before you train.",
         "# A column that is known only after the impression (a purchase, a time of watching) must be a label or go: as a feature it leaks.",
-        *(f"# left out: {name}: {why}" for name, why in proposal.left_out.items()),
+        *(_comment(f"left out: {name}: {why}") for name, why in proposal.left_out.items()),
         "",
     ]
     evaluation = {"eval": {"group": proposal.group}} if proposal.group else {}
     body = tomli_w.dumps({"data": {"source": "parquet", "parquet": splits}, **evaluation})
     return "\n".join([*head, body, proposal.text()])
+
+
+def _comment(text: str) -> str:
+    """A line of TOML, whatever characters the names of columns have."""
+    return "# " + re.sub(r"[\x00-\x1f\x7f\u0085\u2028\u2029]", " ", text)
 
 
 class _Proposal:
@@ -111,7 +116,7 @@ class _Proposal:
     def text(self) -> str:
         parts = [tomli_w.dumps({"features": self.top})] if self.top else []
         for comment, part in self.sections:
-            parts.append(f"# {comment}\n" + tomli_w.dumps({"features": part}))
+            parts.append(f"{_comment(comment)}\n" + tomli_w.dumps({"features": part}))
         return "\n".join(parts)
 
     def _take(self, name: str) -> Column:

@@ -263,7 +263,8 @@ def _overrides(overrides: Overrides) -> Iterable[tuple[tuple[str, ...], Any, str
 
 
 def _key_path(key: str, label: str) -> tuple[str, ...]:
-    fault = ConfigError(f"{key!r} is not a configuration key", where=label, fix="write the sections with dots: train.optimizer.lr")
+    fix = "write the sections with dots: train.optimizer.lr; names with blanks or dots in quotes: 'features.sparse.\"my id\".rows=9'"
+    fault = ConfigError(f"{key!r} is not a configuration key", where=label, fix=fix)
     if "\n" in key or "=" in key or "#" in key:
         raise fault
     try:

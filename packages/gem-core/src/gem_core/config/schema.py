@@ -32,7 +32,7 @@ class Run(FrozenConfig):
     dir: str = Field("runs", description="run folders are created below this one")
     seed: int = Field(0, ge=0, le=2**62, description="of initial parameters, of dropout and of the order of the samples")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a device is there")
-    threads: int | None = Field(None, gt=0, description="CPU threads of torch; None: leave it")
+    threads: int | None = Field(None, gt=0, le=1024, description="CPU threads of torch; None: leave it")
 
 
 class TableSection(PluginSection):

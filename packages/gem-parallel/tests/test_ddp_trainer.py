@@ -27,7 +27,8 @@ CONFIG = {
     "eval": {"group": "user_id", "every": 12},
     "parallel": {"dense": "ddp"},
 }  # fmt: skip
-if any(recipe.name == "mxfp8" for recipe in manager().offers("recipe")):  # each rank rounds with noise of its own, which goes on where it was
+if any(recipe.name == "mxfp8" for recipe in manager().offers("recipe")):
+    # each rank rounds with noise of its own, which goes on where it was
     CONFIG["precision"] = {"recipe": "mxfp8", "mxfp8": {"stochastic_gradients": True, "min_features": 8, "guard": {"sample_every": 6}}}
 
 

@@ -127,6 +127,7 @@ def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]
     """Check and time every variant of a row, print the lines, add them to ``data``."""
     began = time.monotonic()
     inputs = Data(row, "cuda")
+    other = None if row.beside is None else Data(next(r for r in ROWS if r.name == row.beside), "cuda")
     rates: dict[str, float] = {}
     lines: list[dict[str, Any]] = []
     for pass_ in ("forward", "backward"):
@@ -147,10 +148,17 @@ def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]
                         variants[(op, name)], about[(op, name)] = _prepare(inputs, spec, problem, pass_, settings, data)
                     except Exception as error:
                         say(f"  {row.name} {pass_} {op} {name}: {type(error).__name__}: {str(error)[:300]}")
-        times = interleaved_ms({f"{op}|{name}": run for (op, name), run in variants.items()}, rounds=settings.rounds)
+        runs = {f"{op}|{name}": run for (op, name), run in variants.items()}
+        for op, name in variants:
+            spec, problem = _find(op, name, inputs.problem(op) if other is None else other.problem(op))
+            if other is not None and spec is not None:
+                runs[f"{op}|{name}|beside"] = _prepare(other, spec, problem, pass_, settings, data)[0]
+        times = interleaved_ms(runs, rounds=settings.rounds)
         for (op, name), note in about.items():
             ms = statistics.median(times[f"{op}|{name}"])
             line = _line(inputs, row, pass_, op, name, ms, limits)
+            if f"{op}|{name}|beside" in times:
+                note["note"] = f"{ms / statistics.median(times[f'{op}|{name}|beside']):.2f} times {row.beside}, in turn"
             line |= note
             lines.append(line)
             rates[f"{pass_}|{op}|{name}"] = line["tflops"]
@@ -159,7 +167,7 @@ def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]
             ms = inputs.flops(False) / rate * 1e-9
             lines.append({**_line(inputs, row, pass_, "gdpa", _RECORDED, ms, limits), "note": "recorded, scaled to this card"})
             rates[f"{pass_}|gdpa|{_RECORDED}"] = rate
-        del variants
+        del variants, runs
         release()
     for line in lines:
         theirs = (*PEERS, _RECORDED) if line["op"] == "gdpa" else PEERS

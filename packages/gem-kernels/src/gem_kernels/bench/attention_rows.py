@@ -23,7 +23,8 @@ class Row:
 
     ``precisions`` are timed too where the run takes the implementation that a call would. ``least`` (TFLOP/s), ``most_ms`` and ``like`` (a
     share of another row's rate) are goals of forward and backward, see `attention_goals`; without ``floors`` the peers alone set them.
-    ``recorded`` is the forward rate of ads_mkl's Triton GDPA, which is not installable, on a card of 680 TFLOP/s.
+    ``recorded`` is the forward rate of ads_mkl's Triton GDPA, which is not installable, on a card of 680 TFLOP/s. ``beside`` is another
+    row, timed in turn with this one because their times are to be compared: the clock falls within a second of such work.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     like: tuple[str, float] | None = None
     floors: bool = True
     recorded: float | None = None
+    beside: str | None = None
 
 
 _SOFTMAX = ("varlen_attn", "fa4", "cudnn_padded")
@@ -62,8 +64,17 @@ ROWS = (
     Row("pma-32x4096-s0.1", (32, 1.0), (4096, 0.1), broadcast=True, peers=(), least=(105, 107)),
     Row("pma-128x4096-s0.5", (128, 1.0), (4096, 0.5), broadcast=True, peers=(), least=(330, 280)),
     Row("window128-4096", (4096, 1.0), batch=128, window=(128, 128), peers=("varlen_attn", "fa4"), most_ms=(1.0, 2.33)),
-    Row("window256-4096", (4096, 1.0), batch=128, window=(256, 256), ops=("jagged_attention",), peers=("varlen_attn",), floors=False),
-    Row("window128-8192", (8192, 1.0), batch=128, window=(128, 128), ops=("jagged_attention",), peers=()),
+    Row(
+        "window256-4096",
+        (4096, 1.0),
+        batch=128,
+        window=(256, 256),
+        ops=("jagged_attention",),
+        peers=("varlen_attn",),
+        floors=False,
+        beside="window128-4096",
+    ),
+    Row("window128-8192", (8192, 1.0), batch=128, window=(128, 128), ops=("jagged_attention",), peers=(), beside="window128-4096"),
     Row("hstu-4099-d256", (4099, 1.0), batch=32, dim=256, ops=("gdpa",), activation="silu", causal=True, peers=(), least=(561, 336)),
     Row("causal-1024-s0.5", (1024, 0.5), causal=True, activation="silu", floors=False),
     Row(

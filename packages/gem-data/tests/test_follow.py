@@ -18,10 +18,12 @@ import torch
 from gem_core import load_config, train
 from gem_core.config.features import Features
 from gem_core.errors import ConfigError, DataError, GemError
+from gem_core.report.run import read
 from gem_core.testing.sources import ids_of
 from gem_core.testing.strategies import run_processes
 from gem_core.train.feed import Feed
-from gem_core.train.offline import loaded_run
+from gem_core.train.offline import evaluate_run, loaded_run
+from gem_core.train.predict import predictor
 from gem_core.train.runtime import Runtime
 from gem_core.train.watchdog import Watchdog
 from gem_data.config import FollowConfig
@@ -277,6 +279,16 @@ def test_a_run_is_gone_on_with_until_another_partition(folder, tmp_path):
     assert (first.samples, second.samples, second.steps - first.steps) == (2 * ROWS, 3 * ROWS, 2)
     with pytest.raises(ConfigError, match=r"data\.parquet-follow\.marker: was _SUCCESS, is DONE"):
         train(load_config(path, more | {"data.parquet-follow.marker": "DONE"}), run_dir=tmp_path / "run", resume=True, quiet=True)
+
+
+def test_what_looks_at_a_followed_log_waits_for_nothing(folder, tmp_path):
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder).replace("idle_s = 0\n", ""))
+    train(load_config(path, {"train.steps": 5}), run_dir=tmp_path / "run", quiet=True)
+    assert evaluate_run(tmp_path / "run", split="train").samples == 3 * ROWS
+    with predictor(tmp_path / "run") as model:
+        assert sum(logits.shape[0] for _, logits in model.source("train")) == 3 * ROWS
+    assert read(tmp_path / "run").inspection.step == 5
 
 
 def followed_apart(rank, world, log):

@@ -16,7 +16,7 @@ from gem_core.errors import CheckpointError, GemError
 from gem_core.metrics.curve import CalibrationCurve, Point
 from gem_core.model.contract import Retrieval
 from gem_core.requests import history_lengths
-from gem_core.train.build import build_source, task_names
+from gem_core.train.build import build_source, present, task_names
 from gem_core.train.evaluate import evaluate
 from gem_core.train.offline import loaded_run, run_config
 from gem_core.train.runfolder import RunFolder, read_lines
@@ -108,7 +108,7 @@ def _inspect(path: Path, overrides: Sequence[str]) -> Inspection:
         counted = getattr(model, "flops", None)
         first = next(iter(build_source(run.resolved, "eval", run.runtime)))
         flops = {} if counted is None else {part: float(n) / max(1, first.size) for part, n in counted(first).items()}
-        lengths = count_lengths(build_source(run.resolved, "train", run.runtime))
+        lengths = count_lengths(present(build_source(run.resolved, "train", run.runtime)))
         if isinstance(model, Retrieval):
             return Inspection(run.step, 0, {}, parameters, flops, lengths)
         tasks = task_names(config.features)

@@ -42,7 +42,7 @@ class Feed:
     :param flops: model FLOPs of one training step on a host batch, or None.
     :param runtime: the ranks that go through their sources together; None: this one alone.
     :param stops: whether the run is to stop; asked where a source waits for data, with ``at_once`` also before each batch. ``stopped``: the
-        feeds of all ranks ended for that.
+        feeds of all ranks ended for that. ``at_once``: nor is data waited for that is not there yet.
     """
 
     def __init__(
@@ -155,6 +155,8 @@ class Feed:
 
     def _waits(self) -> bool:
         self._progress()
+        if self._at_once:
+            return True
         stops = self._stops()
         self.stopped = stops if self.runtime is None else self.runtime.count([stops])[0] > 0
         return self.stopped

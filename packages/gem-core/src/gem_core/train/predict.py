@@ -26,8 +26,7 @@ from gem_core.model.contract import Retrieval
 from gem_core.model.inference import for_inference
 from gem_core.ops import program
 from gem_core.requests import expanded
-from gem_core.sources.contract import Source
-from gem_core.train.build import build_source, task_names
+from gem_core.train.build import build_source, present, task_names
 from gem_core.train.offline import LoadedRun, loaded_run
 
 PART_SAMPLES, PART_EVENTS = 4096, 65_536
@@ -92,8 +91,7 @@ class Predictor:
 
     def source(self, split: str) -> Iterator[tuple[Batch, Tensor]]:
         """(batch, its logits) over a split of the run's own data, labels included."""
-        source: Source = build_source(self.run.resolved, split, self.run.runtime)
-        for batch in source:
+        for batch in present(build_source(self.run.resolved, split, self.run.runtime)):
             yield batch, self(batch)
 
 

@@ -35,8 +35,10 @@ RECIPES, STRATEGIES = ({spec.name for spec in manager().offers(kind)} for kind i
 
 
 @pytest.fixture
-def search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def search(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plan ``keys`` over the configuration (or ``file``): exit status, what was printed, what was written."""
+
+    monkeypatch.chdir(tmp_path)
 
     def run(*keys: str, world: int = 8, more: tuple[str, ...] = (), file: Path | None = None, given: bool = False) -> Any:
         own, out = tmp_path / "my.toml", tmp_path / "plan.json"
@@ -102,6 +104,22 @@ def test_what_is_set_holds(search: Any, text: str) -> None:
     assert json.dumps(at).strip('"') == value
     assert f"{key} = " in printed.partition("and kept:")[2]
     assert key not in plan["plan"]["decided"]
+
+
+@pytest.mark.parametrize(("sparse", "world"), [("gem-2d", 1), ("torchrec", 1), ("gem-2d", 8)])
+def test_a_strategy_without_its_use_is_kept_too(search: Any, sparse: str, world: int) -> None:
+    """One copy of the tables: what is planned is the file's all the same, as `--given` predicts it."""
+    if sparse not in STRATEGIES:
+        pytest.skip(f"the strategy {sparse} is not offered here")
+    keys = [f"parallel.sparse={sparse}", f"parallel.model={world}", *(["parallel.dense=ddp"] if world > 1 else [])]
+    code, printed, plan = search(*keys, world=world)
+    assert code == 0, printed
+    assert (plan["parallel"]["sparse"], plan["parallel"]["model"], plan["parallel"]["replica"]) == (sparse, world, 1)
+    file = Path("given.json")
+    file.write_text(json.dumps(plan))
+    code, _, given = search(world=world, given=True, file=file)
+    assert code == 0
+    assert given["plan"]["step_s"] == pytest.approx(plan["plan"]["step_s"])
 
 
 def test_what_cannot_be_is_refused_with_its_keys(search: Any) -> None:

@@ -240,22 +240,25 @@ def sparse_candidates(
             kept = replace(kept, element=widths[one.strategy].element, stored=widths[one.strategy].stored)
         found.setdefault((one.strategy, one.exchange, one.schedule, one.cuts, seat), kept)
 
+    # What has a simpler equal is considered only where the configuration asks for it.
+    asked = fixed.values.get("parallel.sparse") if fixed is not None else None
     add(Sparse("local", 1, world))
     if world == 1:
         add(Sparse("fbgemm", 1, 1))
+    if world == 1 and asked is None:
         return list(found.values())
-    all_kinds: tuple[Sharding, ...] = ("row", "table", "column")
+    all_kinds: tuple[Sharding, ...] = ("row", "table", "column") if world > 1 else ("table",)
     every = list(product(all_kinds, repeat=classes))
     for cuts in every:
         add(Sparse("torchrec", world, 1, cuts=cuts))
     for model in divisors(world):
         replica = world // model
-        if replica == 1:
+        if replica == 1 and asked != "gem-2d":
             continue
         possible = every if model > 1 else [cuts for cuts in every if set(cuts) == {"table"}]
         for order in _orders(SPARSE_ORDER, replica, model):
             for cuts in possible:
-                if model > 1:
+                if model > 1 and replica > 1:
                     add(Sparse("torchrec-2d", model, replica, order, "average", cuts=cuts))
                     add(Sparse("torchrec-2d", model, replica, order, "whole", "torchrec", cuts))
                 if "column" in cuts:

@@ -61,6 +61,21 @@ def test_histories_are_what_a_user_did_before(tmp_path, monkeypatch, seed, where
     assert max(map(len, want.values())) == most or where is None
 
 
+@pytest.mark.parametrize("most_events", [1, 10, 300])
+def test_long_histories_make_row_groups_of_fewer_rows(tmp_path, monkeypatch, most_events):
+    pq.write_table(log(), tmp_path / "log.parquet")
+    call = {"user": "user", "time": "ts", "events": ["item"]}
+    import_log([tmp_path / "log.parquet"], tmp_path / "whole", **call)
+    monkeypatch.setattr(flat, "EVENTS", most_events)
+    import_log([tmp_path / "log.parquet"], tmp_path / "parts", **call)
+    file = pq.ParquetFile(tmp_path / "parts" / "log.parquet")
+    groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
+    counts = [(g.num_rows, sum(map(len, g["history_item"].to_pylist()))) for g in groups]
+    assert all(rows == 1 or events <= most_events for rows, events in counts)
+    assert all(a[1] + b[1] > most_events for a, b in zip(counts, counts[1:], strict=False))
+    assert file.read().equals(pq.read_table(tmp_path / "whole" / "log.parquet"))
+
+
 def written(folder, form):
     table = log()
     path = folder / f"day.{form}"

@@ -29,6 +29,7 @@ from gem_data.writer import check_free, write_parquet
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 64 << 20
+EVENTS = 1 << 22
 PREFIX = "history_"
 
 
@@ -235,14 +236,21 @@ def _mask(table: pa.Table, where: str, paths: Sequence[Path]) -> NDArray[np.bool
 
 
 def _with_histories(table: pa.Table, events: dict[str, pa.Array], begins: Ints, ends: Ints, schema: pa.Schema) -> Iterator[pa.Table]:
-    """A row group at a time, so that repeated events take memory for one group only. Row i has the events ``begins[i]`` to ``ends[i]``."""
-    for start in range(0, table.num_rows, ROW_GROUP):
-        part = table.slice(start, ROW_GROUP)
-        begin, end = begins[start : start + ROW_GROUP], ends[start : start + ROW_GROUP]
-        offsets = np.concatenate([[0], np.cumsum(end - begin)])
+    """A row group at a time, so that repeated events take memory for one group only. Row i has the events ``begins[i]`` to ``ends[i]``.
+
+    A group has at most ROW_GROUP rows and EVENTS events, but for a row that has more by itself.
+    """
+    total = np.concatenate([[0], np.cumsum(ends - begins)])
+    start = 0
+    while start < table.num_rows:
+        most = int(np.searchsorted(total, total[start] + EVENTS, side="right")) - 1
+        stop = min(start + ROW_GROUP, max(start + 1, most), table.num_rows)
+        begin, end = begins[start:stop], ends[start:stop]
+        offsets = total[start : stop + 1] - total[start]
         index = pa.array(np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], end - begin))
         lists = [pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(index)) for values in events.values()]
-        yield pa.Table.from_arrays([*part.combine_chunks().columns, *lists], schema=schema)
+        yield pa.Table.from_arrays([*table.slice(start, stop - start).combine_chunks().columns, *lists], schema=schema)
+        start = stop
 
 
 def _groups(table: pa.Table) -> Iterator[pa.Table]:

@@ -244,6 +244,19 @@ def test_a_task_without_label_or_prediction_is_named():
         metric_set("auc").update(batch([[1.0, 1.0]]), torch.zeros(1, 1), ("ctr",))
 
 
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_sample_that_cannot_count_is_refused_instead_of_left_out(bad):
+    logits = torch.zeros(2, 2)
+    with pytest.raises(DataError, match="weight that is negative or not finite"):
+        metric_set("logloss").update(batch([[1.0, 1.0], [0.0, 0.0]], weights=[1.0, bad]), logits, ("ctr", "cvr"))
+    unknown = [[1.0, bad], [0.0, 0.0]]
+    with pytest.raises(DataError, match=r"label outside \[0, 1\]\n.*features.labels.cvr"):
+        metric_set("logloss").update(batch(unknown), logits, ("ctr", "cvr"))
+    masked = metric_set("logloss")
+    masked.update(batch(unknown, mask=[[True, False], [True, True]]), logits, ("ctr", "cvr"))
+    assert masked.compute()["cvr"]["logloss"].value == pytest.approx(math.log(2))
+
+
 def test_merge_adds_other_ranks():
     parts = [batch([[1.0, 1.0], [0.0, 0.0]], user=[1, 1]), batch([[0.0, 1.0], [1.0, 0.0]], user=[2, 2])]
     logits = [torch.tensor([[0.1, 0.2], [0.4, 0.3]]), torch.tensor([[0.2, 0.5], [0.3, 0.1]])]

@@ -136,8 +136,8 @@ class Batch:
     - ``dense [B, F]`` float, ``dense_names`` its F column names
     - ``vectors``: name -> ``[B, d]`` float (fixed-width embeddings of creatives or texts)
     - ``sparse``: the id features, ``sequences``: the histories by group name
-    - ``labels [B, T]`` float, ``label_names`` its T task names, ``label_mask [B, T]`` bool (True: the label counts)
-    - ``weights [B]`` or ``[B, T]`` float
+    - ``labels [B, T]`` float in [0, 1], ``label_names`` its T task names, ``label_mask [B, T]`` bool (True: the label counts)
+    - ``weights [B]`` or ``[B, T]`` float of at least 0 (0: the sample does not count)
     - ``targets [N]`` int64 with ``target_mask [N]`` bool: next-item supervision over the events of a sequence
     - ``num_targets [B]``: candidates at the end of each sequence
     - ``requests``: request-level groups

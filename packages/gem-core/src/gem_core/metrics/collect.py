@@ -55,6 +55,9 @@ class MetricSet:
         self.samples += batch.size
         group = None if self.group is None else group_key(batch, self.group)
         labels, weights = batch.labels.double(), batch.weights
+        if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all()):
+            fix = "the source must give weights of at least 0; 0 leaves a sample out"
+            raise DataError("a sample of the evaluation data has a weight that is negative or not finite", fix=fix)
         for i, task in enumerate(self.metrics):
             column, source = tasks.index(task), batch.label_names.index(task)
             weight = torch.ones(batch.size, dtype=torch.float64) if weights is None else weights.double()
@@ -67,12 +70,15 @@ class MetricSet:
             keep &= finite
             if not bool(keep.any()):
                 continue
-            logit, truth = logits[keep, column], batch.columns.get(TRUE_PROBABILITY + task)
+            logit, label, truth = logits[keep, column], labels[keep, source], batch.columns.get(TRUE_PROBABILITY + task)
+            if not bool(((label >= 0) & (label <= 1)).all()):
+                fix = "the source must give labels in [0, 1], and a label_mask where one is missing"
+                raise DataError("a sample of the evaluation data has a label outside [0, 1]", where=f"features.labels.{task}", fix=fix)
             rows = Predictions(
                 task,
                 logit,
                 torch.sigmoid(logit.double()),
-                labels[keep, source],
+                label,
                 weight[keep],
                 None if group is None else group[keep],
                 None if truth is None else truth[keep].double(),

@@ -18,7 +18,7 @@ import gem_core
 from gem_core import ops, plugins
 from gem_core.cli import main
 from gem_core.config import config_from_dict
-from gem_core.config.features import Features
+from gem_core.config.features import Dense, Features, Label, Sparse
 from gem_core.errors import CheckpointError, ConfigError, RunError
 from gem_core.export import traceable
 from gem_core.export.graph import trace
@@ -271,6 +271,12 @@ def test_what_cannot_be_exported_is_refused():
 
     with pytest.raises(RunError, match=r"torch\.export cannot follow"):
         trace(Branching(), synthetic_features(SyntheticConfig()), torch.device("cpu"))
+
+
+def test_a_name_that_cannot_be_exported_is_told():
+    features = Features(sparse={"it's": Sparse(rows=9)}, dense={"x": Dense()}, labels={"ctr": Label()})
+    with pytest.raises(ConfigError, match=r"(?s)no names with quotes.*features\.sparse\.it's.*column ="):
+        trace(built("dcnv2", features), features, torch.device("cpu"))
 
 
 def test_a_model_without_serve_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,7 @@
 import pytest
 
+from gem_core.config.features import Dense, Features, Label, Sparse
+from gem_core.errors import ConfigError
 from gem_core.model import builtin_specs
 from gem_core.model.classic import Dcn, Dlrm, WukongModel
 from gem_core.model.config import (
@@ -126,6 +128,13 @@ class TestHstuEverything(ModelConformance):
     def build(self, features):
         options = {"convention": "production", "alpha": 0.5, "position_bias": 4, "time_bias": 6, "max_attention": 3, "positions": 4}
         return Hstu(HstuConfig(embedding_dim=8, dim=16, qk_dim=8, v_dim=8, scale_length=16, **options), features)
+
+
+def test_dlrm_wants_a_pair():
+    labels = {"ctr": Label()}
+    with pytest.raises(ConfigError, match="pairs of features, and there is only one"):
+        Dlrm(DlrmConfig(embedding_dim=8), Features(sparse={"x": Sparse(rows=9)}, labels=labels))
+    Dlrm(DlrmConfig(embedding_dim=8), Features(sparse={"x": Sparse(rows=9)}, dense={"y": Dense()}, labels=labels))
 
 
 NAMES = ["gem", "din", "dlrm", "dcnv2", "wukong", "interformer", "sasrec", "hstu"]

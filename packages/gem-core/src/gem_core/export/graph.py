@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gem_core.batch import Batch, SequenceGroup
 from gem_core.config.features import Features
-from gem_core.errors import RunError
+from gem_core.errors import ConfigError, RunError
 from gem_core.export import traceable
 from gem_core.model.contract import TableSet
 
@@ -124,8 +124,16 @@ def trace(model: Servable, features: Features, device: torch.device) -> tuple[An
     """The exported program, in plain torch ops, and the inputs that it reads (of `inputs_of`, those that it does not are left out).
 
     :raises RunError: `torch.export` cannot follow the model, or an op of a plug-in is left in it.
+    :raises ConfigError: a feature whose name `torch.export` cannot write.
     """
     inputs = inputs_of(features, model.table_set)
+    quoted = next((i.name for i in inputs if "'" in i.name or '"' in i.name), None)
+    if quoted is not None:
+        raise ConfigError(
+            "torch.export takes no names with quotes",
+            where=f"features.{quoted}",
+            fix='call the feature something else, with column = "..." for the name in the data, and train again',
+        )
     program = _traced(Serving(model, features, inputs), device)
     user = program.graph_signature.user_inputs
     read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gem_core import ops
 from gem_core.batch import Batch
 from gem_core.config.features import Features
+from gem_core.errors import ConfigError
 from gem_core.model.base import FlatFeatures, RankingModel, sample_level
 from gem_core.model.config import CrossConfig, DcnConfig, DlrmConfig, InteractionConfig, WukongModelConfig
 from gem_core.model.contract import TableSet
@@ -46,7 +47,10 @@ class SampleTokens(nn.Module):
 
 
 class Dlrm(RankingModel):
-    """DLRM (arXiv 1906.00091): the dense features' vector, all pairwise dot products of the vectors, and an MLP a task over both."""
+    """DLRM (arXiv 1906.00091): the dense features' vector, all pairwise dot products of the vectors, and an MLP a task over both.
+
+    :raises ConfigError: a single id feature, which has no pair.
+    """
 
     def __init__(self, config: DlrmConfig, features: Features) -> None:
         super().__init__(config, features, reads=sample_level if config.history == "none" else None)
@@ -56,6 +60,10 @@ class Dlrm(RankingModel):
         n = self.tokens.count
         self.dense = dim if features.dense else 0
         width = n * (n - 1) // 2 + self.dense
+        if not width:
+            raise ConfigError(
+                "DLRM reads pairs of features, and there is only one", where="features", fix='declare more, or set model.name = "dcnv2"'
+            )
         self.heads = TaskHeads(Mlp(width, (*config.top, 1), dropout=config.dropout) for _ in self.task_names)
 
     def score(self, batch: Batch, embedded: Embedded) -> tuple[Tensor, Mapping[str, Tensor]]:

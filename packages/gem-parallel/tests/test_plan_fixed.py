@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_cases import cluster, workload
+from pydantic import Field
 from rich.console import Console
 
 from gem_core.cli import main
-from gem_core.config import config_from_dict
+from gem_core.config import FrozenConfig, config_from_dict
 from gem_core.plugins import manager
+from gem_core.sources.drawn import RandomConfig
 from gem_parallel.plan.fixed import CORE, OPTIONS, Fixed
 from gem_parallel.plan.grid import Table
+from gem_parallel.plan.report import left_out
+from gem_parallel.plan.search import Space, plan
+from gem_parallel.plan.workload import _balancing
 
 CLUSTERS = Path(__file__).parents[3] / "docs/examples/clusters"
 LAW = ["--lengths", 'law="lognormal", mean=20, max=64']
@@ -215,6 +221,19 @@ def test_what_settings_cost_is_told(search: Any) -> None:
     assert "What settings cost" in text
     _, text, _ = search("parallel.gem-2d.exchange=whole")
     assert 'for strategies that this plan does not use: parallel.gem-2d.exchange = "whole"' in text
+
+
+def test_balanced_batches_are_named_where_the_source_has_them() -> None:
+    class Options(FrozenConfig):
+        batching: str = Field("fixed", description="fixed or even")
+
+    assert _balancing("logs", Options()) == "data.logs.batching chooses: fixed or even"
+    assert _balancing("random", RandomConfig()) == "data.random.balanced = true deals them"
+    assert _balancing("other", FrozenConfig()) == ""
+    space = Space.build(workload(), cluster((4, 300, 1, 1)), 4)
+    chosen = plan(space).runnable
+    for kind, said in (("even", "Kept as configured, not counted in time or memory: data.logs.batching."), ("fixed", "")):
+        assert left_out({"data": {"source": "logs", "logs": {"batching": {"kind": kind}}}}, space, chosen) == said
 
 
 @pytest.mark.parametrize("columns", ["80", None])

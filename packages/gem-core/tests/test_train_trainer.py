@@ -165,6 +165,33 @@ def test_resume_after_a_crash_drops_the_lines_after_the_checkpoint(tmp_path):
     assert losses(broken) == losses(straight)
 
 
+@pytest.mark.parametrize(("data", "accumulate", "steps"), [({"batch_size": 20}, 1, 65), ({"batch_size": 5}, 1, 110), ({}, 4, 58)])
+def test_epochs_that_go_on_in_other_steps_are_trained_to_their_end(tmp_path, data, accumulate, steps):
+    """80 steps were planned; after 50 there are 300 samples left, and the schedule ends with them."""
+    base = {"source": "random", "batch_size": 10, "random": {"rows": 400, "eval_rows": 40}}
+    length = {"steps": None, "epochs": 2, "schedule": {"decay": "linear"}}
+    recorder = toys.Recorder()
+
+    def stop(trainer, at):
+        recorder.on_step = lambda run, record: setattr(trainer.stop, "requested", "SIGTERM") if run.step == at else None
+        return trainer.run()
+
+    def again(at, **changed):
+        settings = {"data": base | data, "train": length | {"accumulate": accumulate}, "eval": {"group": "item"}, **changed}
+        resume = (tmp_path / "run").exists()
+        return stop(Trainer(toys.config(**settings), run_dir=tmp_path / "run", resume=resume, callbacks=[recorder], quiet=True), at)
+
+    assert again(49, data=base, train=length).steps == 50
+    assert again(53).steps == 54
+    result = again(None)
+    assert (result.status, result.steps, result.samples) == ("finished", steps, 800)
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    lr, first = [r["lr"] for r in records], records[0]["lr"]
+    assert lr[:54] == pytest.approx([first * (1 - k / (80 if k < 50 else steps)) for k in range(54)])
+    assert lr[54:] == pytest.approx([first * (1 - k / steps) for k in range(54, steps)])
+    assert again(None).steps == steps
+
+
 def test_resuming_a_finished_run_and_then_prolonging_it(tmp_path):
     train(tmp_path / "long", train={"steps": 12})
     for steps in (8, 8, 12):

@@ -126,6 +126,11 @@ class ParquetSource(IterableDataset[Batch]):
     def __len__(self) -> int:
         return self._cursor.steps_per_epoch
 
+    @property
+    def left(self) -> int:
+        """Batches that the next iteration gives."""
+        return self._cursor.left
+
     def __iter__(self) -> Iterator[Batch]:
         self._as_loader_worker()
         stream, self._stream = self._stream, None

@@ -20,7 +20,8 @@ class Source(Protocol):
     the next one begins the next epoch): every sample exactly once an epoch. The training split is shuffled by (seed, epoch); others keep
     their order. Two ranks yield the same number of batches. An iterator abandoned on the way ends its epoch: the next ``iter`` begins the
     next one. The state is plain JSON, the same on every rank, and fits another world size or batch size (`order.Cursor` does all this).
-    A source may have ``__len__``: the batches of an epoch. It may have ``hashed``: path of a feature below ``features`` -> "integers" or
+    A source may have ``__len__``: the batches of an epoch, and ``left``: those that the next iteration gives, fewer than an epoch's after
+    ``load_state_dict``. It may have ``hashed``: path of a feature below ``features`` -> "integers" or
     "text", what the column of its hashed ids holds (both columns of a cross), since the integer 7 and the text "7" become different ids:
     the run keeps that, and evaluation, prediction and serving refuse the other. It may have ``following: int | None``, which the trainer
     sets before an iteration begins: how many will come after it, None without end; the source may then read ahead into them, and

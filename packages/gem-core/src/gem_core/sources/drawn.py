@@ -103,6 +103,11 @@ class RandomSource:
     def __len__(self) -> int:
         return self._cursor.steps_per_epoch
 
+    @property
+    def left(self) -> int:
+        """Batches that the next iteration gives."""
+        return self._cursor.left
+
     def __iter__(self) -> Iterator[Batch]:
         # One batch is drawn ahead in a thread, so that drawing is not what a measured step waits for.
         with ThreadPoolExecutor(1) as pool:

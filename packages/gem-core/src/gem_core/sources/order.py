@@ -159,6 +159,13 @@ class Cursor:
         """Batches that each rank gets in the whole present epoch."""
         return self.whole(self.epoch).steps
 
+    @property
+    def left(self) -> int:
+        """Batches that the next iteration gives each rank."""
+        if self._loaded and self._plan is not None:
+            return self._plan.steps - self._step
+        return self.whole(self.epoch + (self._plan is not None)).steps
+
     def whole(self, epoch: int) -> Plan:
         """The plan of an epoch that is read from its first sample on."""
         return self.make_plan(epoch, self._whole, self.world, self.batch_size, self.drop_last)

@@ -134,6 +134,11 @@ class SyntheticSource:
     def __len__(self) -> int:
         return self._cursor.steps_per_epoch
 
+    @property
+    def left(self) -> int:
+        """Batches that the next iteration gives."""
+        return self._cursor.left
+
     def __iter__(self) -> Iterator[Batch]:
         for epoch, spans in self._cursor.steps():
             positions = indices(spans)

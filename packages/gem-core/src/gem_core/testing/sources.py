@@ -261,6 +261,24 @@ def a_length_is_the_batches_of_an_epoch(make: Factory) -> None:
 
 
 @_check
+def what_is_left_is_what_comes(make: Factory) -> None:
+    """A source that tells what is left tells the batches of the next iteration: at first, after an epoch, and where a run goes on, in
+    batches of any size and on any number of ranks."""
+    if not hasattr(_source(make), "left"):
+        return
+    for taken in (0, 2, None):
+        source = _source(make)
+        given = len(list(islice(source, taken)))
+        for size, world in ((16, 1), (5, 2)):
+            resumed = _source(make, batch_size=size, shard=(world - 1, world))
+            resumed.load_state_dict(source.state_dict())
+            for _ in range(2):
+                told: int = resumed.left  # type: ignore[attr-defined]
+                count = len(list(resumed))
+                assert told == count, f"after {given} batches, in batches of {size} on {world} ranks: {told} left, {count} came"
+
+
+@_check
 def an_abandoned_iterator_does_not_shorten_the_next(make: Factory) -> None:
     """An iterator left on the way ends its epoch: the next one is whole."""
     source = _source(make)

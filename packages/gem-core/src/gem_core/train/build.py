@@ -191,15 +191,17 @@ def task_names(features: Features) -> tuple[str, ...]:
     return tuple(features.labels)
 
 
-def total_steps(config: Config, source: Source) -> int | None:
-    """``train.steps``, or ``epochs`` times the batches an epoch over ``accumulate`` where the source tells its length; else None."""
+def total_steps(config: Config, source: Source, step: int = 0, epoch: int = 0) -> int | None:
+    """``train.steps``, or the step that ``train.epochs`` end with where the source tells its length; else None. ``step``: of a run that
+    goes on in ``epoch`` from the position that ``source`` has."""
     if config.train.steps is not None:
         return config.train.steps
     try:
         batches = len(source)  # type: ignore[arg-type]
     except TypeError:
         return None
-    return -(-config.train.epochs * batches // config.train.accumulate)
+    batches = getattr(source, "left", batches) + (config.train.epochs - epoch - 1) * batches
+    return step + -(-batches // config.train.accumulate)
 
 
 def agreed_total(runtime: Runtime, total: int | None) -> int | None:

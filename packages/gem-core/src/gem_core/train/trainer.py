@@ -154,7 +154,7 @@ class Trainer:
         self.results: Results | None = None
         self.record: dict[str, Any] = {}
         self.evaluated_at = self.saved_at = -1
-        self.due = False
+        self.due = self.nothing_left = False
         self.position: dict[str, Any] | None = None
         self.partition: str | None = None
         self.warm: dict[str, Any] | None = None
@@ -236,7 +236,7 @@ class Trainer:
     # The loop
 
     def _loop(self) -> str:
-        if self.total is not None and self.info.step >= self.total:
+        if self.nothing_left:
             self._say(f"step {self.info.step} of {self.total} is reached; nothing is left to train")
             return "finished"
         info = self.info
@@ -295,8 +295,8 @@ class Trainer:
         if stopping:
             self._take(self.outcomes.ready(all=True))
             return "interrupted"
-        if last:
-            return "finished"
+        if last:  # epochs end with their batches: where one is cut into more than the first, the total is too low
+            return None if train.steps is None else "finished"
         if evaluates and (status := self._evaluate_due()) is not None:
             return status
         if saves:
@@ -459,6 +459,7 @@ class Trainer:
             "window": dict(self.window),
             "skipped": [self.skipped, self.skipped_in_a_row],
             "due": self.due,
+            "total": {"steps": self.total, "of": self._length()},
             "wall_s": self._wall(),
         }
         meta = {"samples": self.info.samples, "model": self.config.model.name, "fitted": self.fitted, **environment(rt.device)}
@@ -504,11 +505,25 @@ class Trainer:
         if self.position is not None:
             self.feed.load_position(self.position)
             self.partition = self.position["source"].get("partition")
+        self._go_on_to(shared.get("total"))
         for line in state.version_changes(checkpoint):
             self._say(line)
         if self.runtime.main:
             self.folder.trim(checkpoint.step)
         self._say(f"resumed at step {checkpoint.step} from {checkpoint.path}")
+
+    def _length(self) -> list[int | None]:
+        """What the number of steps follows from, beside the data."""
+        train = self.config.train
+        return [train.steps, train.epochs, train.accumulate, self.config.data.batch_size, self.runtime.world]
+
+    def _go_on_to(self, planned: dict[str, Any] | None) -> None:
+        """The last step as it was ``planned`` before, or from here on if the epochs are now cut into other steps."""
+        step = self.info.step
+        last = agreed_total(self.runtime, total_steps(self.config, self.feed.source, step, self.feed.epoch))
+        self.nothing_left = last is not None and step >= last
+        same = planned is not None and planned["of"] == self._length()
+        self.total = self.info.total_steps = planned["steps"] if planned is not None and same else last
 
     def _keep_best(self) -> None:
         """The checkpoint of the best step stays until a better one is there: what the run had marked may be another one, as after a kill

@@ -35,9 +35,9 @@ SMALL = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 1, "num_stages": 1}
 def _where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pooling, "MANY_ROWS", 0)
     if DEVICE == "cpu":
-        for name in ("SCORES", "SUMS", "BACKWARD"):
+        for name in ("SCORES", "SUMS", "DSCORES", "DROWS"):
             monkeypatch.setattr(kernels, name, SMALL)
-        monkeypatch.setattr(kernels, "PROGRAMS", 3)  # of one multiprocessor: shares that begin within samples
+        monkeypatch.setattr(kernels, "WEIGHTS", {"BLOCK_N": 32, "BLOCK_M": 16, "num_warps": 1})
     with nullcontext() if DEVICE == "cuda" else on_cpu(), dispatch.offering(*dense.specs(), *family.specs()):
         yield
 
@@ -72,7 +72,8 @@ def test_as_the_projected_rows(slack: int, calls: int, monkeypatch: pytest.Monke
     run = kernels.launch
     monkeypatch.setattr(kernels, "launch", lambda kernel, *args, **sizes: taken.append(kernel.fn.__name__) or run(kernel, *args, **sizes))
     tokens, grads = _step(module, s, rows)
-    assert taken == ["pool_rows_scores_kernel", "pool_rows_sums_kernel"] * calls + ["pool_rows_bwd_kernel"] * calls
+    passes = ("scores", "weights", "sums") * calls, ("delta", "dscores", "drows") * calls
+    assert taken == [f"pool_rows_{name}_kernel" for name in sum(passes, ())]
     exact = _module().double()
     with monkeypatch.context() as usual:
         usual.setattr(pooling, "MANY_ROWS", 1 << 60)

@@ -26,7 +26,7 @@ _COUNTED = tl.constexpr(1024)
 
 
 @triton.jit
-def samples_between(k_offsets, batch, begin, end):
+def _samples(k_offsets, batch, begin, end):
     """First sample that has a row from ``begin`` on, and the one after the last that begins before ``end``."""
     first = tl.zeros([_COUNTED], tl.int32)
     after = tl.zeros([_COUNTED], tl.int32)
@@ -57,7 +57,7 @@ def attention_bwd_shared_kernel(
     keys = tl.load(k_offsets + batch).to(tl.int64)
     begin = keys * share // shares
     end = keys * (share + 1) // shares
-    first, after = samples_between(k_offsets, batch, begin, end)
+    first, after = _samples(k_offsets, batch, begin, end)
     i = tl.arange(0, BLOCK_M)
     q_tile = load_rows(q, tl.zeros([], tl.int64), 0, q_len, head, stride_qn, stride_qh, BLOCK_M, D, D_PAD, TMA)
     act_id = 0

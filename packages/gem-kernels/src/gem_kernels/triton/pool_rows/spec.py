@@ -11,17 +11,18 @@ from gem_core.hookspecs import KernelSpec
 from gem_core.ops import meeting
 from gem_core.ops.contract import Problem, Supported, no
 from gem_core.ops.pool_rows import OP
-from gem_kernels.triton.common.device import device_info, runs_on
+from gem_kernels.triton.common.device import runs_on
 from gem_kernels.triton.common.launch import launch
 
 PRIORITY = 50
 ROOMY = (9, 10)
 """NVIDIA's generations whose multiprocessors have the shared memory: 140 KiB for a program."""
-SCORES: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 3}
-SUMS: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 128, "num_warps": 8, "num_stages": 3}
-BACKWARD: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 8, "num_stages": 3}
-PROGRAMS = 1
-"""Programs of the backward pass for each multiprocessor."""
+SCORES: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 4}
+WEIGHTS: dict[str, Any] = {"BLOCK_N": 256, "BLOCK_M": 32, "num_warps": 8}
+SUMS: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 128, "num_warps": 4, "num_stages": 3}
+DELTA_ROWS = 8
+DSCORES: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 3}
+DROWS: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 3}
 
 
 def supports(problem: Problem) -> Supported:
@@ -40,51 +41,61 @@ def _sizes(problem: Problem, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """See `gem_core.ops.pool_rows`. Saves s ``[N, M]`` fp32, r ``[N]`` and lse ``[B, M]``."""
+    """See `gem_core.ops.pool_rows`. Saves w ``[N, M]`` in x's dtype and r ``[N]``. Workspace: ``[N, M]`` fp32."""
     from gem_kernels.triton.attention.schedule import tile_list
-    from gem_kernels.triton.pool_rows.kernels import pool_rows_scores_kernel, pool_rows_sums_kernel
+    from gem_kernels.triton.pool_rows import kernels
 
     x, a = x.contiguous(), a.contiguous()
     rows, batch, (m, groups) = x.shape[0], offsets.numel() - 1, (problem.dim("M"), problem.dim("G"))
     sizes = _sizes(problem, x.dtype)
-    s, r, lse = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((rows, m), (rows,), (batch, m)))
+    s, r = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((rows, m), (rows,)))
+    w = torch.empty(rows, m, dtype=x.dtype, device=x.device)
     y = torch.empty(groups, batch, m // groups, x.shape[1], dtype=x.dtype, device=x.device)
     if rows:
-        programs = -(-rows // SCORES["BLOCK_N"])
         scalars = rows, problem.option("scale"), problem.option("eps")
-        launch(pool_rows_scores_kernel, (programs,), x.device, x, a, s, r, *scalars, **sizes, **SCORES)
+        launch(kernels.pool_rows_scores_kernel, (-(-rows // SCORES["BLOCK_N"]),), x.device, x, a, s, r, *scalars, **sizes, **SCORES)
     if batch:
-        tiles = tile_list(batch, 1, x.device, rows=batch, length=1, work_offsets=offsets)
-        programs = batch * (x.shape[1] // SUMS["BLOCK_C"])
-        launch(pool_rows_sums_kernel, (programs,), x.device, s, x, r, offsets, tiles.tiles, y, lse, batch, G=groups, **sizes, **SUMS)
-    return y, (s, r, lse)
+        samples = tile_list(batch, 1, x.device, rows=batch, length=1, work_offsets=offsets).tiles
+        parts = m // min(m, WEIGHTS["BLOCK_M"])
+        block = {**WEIGHTS, "BLOCK_M": m // parts}
+        launch(kernels.pool_rows_weights_kernel, (batch * parts,), x.device, s, r, offsets, samples, w, M=m, **block)
+        parts = x.shape[1] // SUMS["BLOCK_C"]
+        launch(kernels.pool_rows_sums_kernel, (batch * parts,), x.device, w, x, offsets, samples, y, batch, G=groups, **sizes, **SUMS)
+    return y, (w, r)
 
 
 def backward(
     problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, Tensor | None], needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``."""
+    from gem_kernels.triton.attention.schedule import tile_list
     from gem_kernels.triton.dense import norm, norm_gdpa
-    from gem_kernels.triton.pool_rows.kernels import pool_rows_bwd_kernel
+    from gem_kernels.triton.pool_rows import kernels
 
-    x, a, offsets, y, s, r, lse = saved
+    x, a, offsets, y, w, r = saved
     dy, beside = douts
     x, a, dy = x.contiguous(), a.contiguous(), dy.contiguous()
-    rows, batch = x.shape[0], offsets.numel() - 1
-    g = torch.empty_like(x)
-    ds = torch.empty(rows, problem.dim("M"), dtype=x.dtype, device=x.device)
-    if rows:
-        launch(
-            pool_rows_bwd_kernel, (PROGRAMS * device_info(x.device).sms,), x.device, s, x, r, offsets, a, y, dy, lse, ds, g,
-            batch, rows, problem.option("scale"), G=problem.dim("G"), **_sizes(problem, x.dtype), **BACKWARD,
-        )  # fmt: skip
+    rows, batch, (m, groups) = x.shape[0], offsets.numel() - 1, (problem.dim("M"), problem.dim("G"))
+    sizes = {**_sizes(problem, x.dtype), "G": groups}
+    new = torch.empty if batch else torch.zeros  # a batch without samples has slack rows alone
+    g, e = (new(rows, width, dtype=x.dtype, device=x.device) for width in (x.shape[1], m))
+    if rows and batch:
+        delta = torch.empty(batch * m, dtype=torch.float32, device=x.device)
+        widths = {"C": x.shape[1], "C_PAD": 1 << (x.shape[1] - 1).bit_length(), "ROWS": DELTA_ROWS, "num_warps": 4}
+        launch(kernels.pool_rows_delta_kernel, (-(-batch * m // DELTA_ROWS),), x.device, y, dy, delta, batch * m, **widths)
+        for kernel, block, args, scalars in (
+            (kernels.pool_rows_dscores_kernel, DSCORES, (w, x, r), (dy, delta, e, batch, rows, problem.option("scale"))),
+            (kernels.pool_rows_drows_kernel, DROWS, (e, w, r), (a, dy, g, batch, rows)),
+        ):
+            tiles = tile_list(batch, block["BLOCK_N"], x.device, rows=rows, offsets=offsets)
+            launch(kernel, (tiles.bound,), x.device, *args, offsets, tiles.tiles, tiles.count, *scalars, **sizes, **block)
     late = meeting.late_with(beside)
     if late is not None and late.q.data_ptr() == x.data_ptr():
         dx = norm_gdpa.meet_late(late, r, g, None)
     else:
         beside = beside if late is None else late.finished().view(x.shape)
         dx = norm.norm_grads(x, None, g, None if beside is None else beside.contiguous(), None, r, False, False, False)[0]
-    return dx, ds.t() @ x
+    return dx, e.t() @ x
 
 
 def specs() -> list[KernelSpec]:

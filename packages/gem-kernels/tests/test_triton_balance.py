@@ -37,13 +37,15 @@ def _dealt(lengths: torch.Tensor, groups: int) -> tuple[torch.Tensor, list[int]]
 
 @pytest.mark.parametrize(("lengths", "groups"), [([300, 0, 70, 4096, 5, 64, 65, 1, 0], 3), ([7], 5), ([0, 0], 1)])
 def test_every_sample_once_heaviest_first(lengths: list[int], groups: int) -> None:
-    """As a greedy deal on the host does it: tiles of 64 rows and one more, to the group that has least."""
+    """As the host deals them: half as many as groups at a time, the heaviest to the group that has least, tiles of 64 rows and one more."""
     table, starts = _dealt(torch.tensor(lengths), groups)
-    loads, wanted = [0] * groups, [[] for _ in range(groups)]
-    for sample in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
-        group = loads.index(min(loads))
-        wanted[group].append(lengths[sample])
-        loads[group] += -(-lengths[sample] // 64) + 1
+    loads, wanted, step = [0] * groups, [[] for _ in range(groups)], max(1, groups // 2)
+    order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
+    for first in range(0, len(order), step):
+        least = sorted(range(groups), key=lambda g: loads[g])
+        for group, sample in zip(least, order[first : first + step]):
+            wanted[group].append(lengths[sample])
+            loads[group] += -(-lengths[sample] // 64) + 1
     assert [table[a:b, 3].tolist() for a, b in zip(starts, starts[1:])] == wanted
     rows = lengths_to_offsets(torch.tensor(lengths)).tolist()
     taken = table[: len(lengths)]

@@ -7,6 +7,7 @@ import itertools
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +17,13 @@ from torch import nn
 
 import gem_core.train.measure as measure
 from gem_core.batch import Batch
-from gem_core.config import load_config
+from gem_core.config import load_config, resolve
 from gem_core.config.schema import Eval
 from gem_core.errors import CheckpointError, ConfigError, DataError, DeviceError, RunError
 from gem_core.metrics import Value
 from gem_core.model.contract import ModelOutput
-from gem_core.train.build import Parts
+from gem_core.train import build
+from gem_core.train.build import Parts, build_parts
 from gem_core.train.builtin import Fp32Config, PlainGuard, SingleConfig, fp32, single
 from gem_core.train.contract import RecipeContext, RunInfo
 from gem_core.train.evaluate import Best, evaluate
@@ -107,6 +109,21 @@ def test_the_peak_of_memory_is_of_this_process_and_not_of_the_one_that_started_i
     before, after = map(int, done.stdout.split())
     assert before < peak_resident() - (50 << 20)
     assert after - before > 90 << 20
+
+
+def test_tables_larger_than_the_machine_are_refused_before_they_are_made(monkeypatch):
+    """Each of them might be given: what kills the process is that all are filled."""
+    resolved = resolve(load_config(None, ["run.device=cpu", "data.synthetic.rows=64"]))
+    with runtime(resolved.config) as rt:
+        tables = build_parts(resolved, rt).tables.table_set
+        for room, fits in ((4 * tables.parameters, True), (4 * tables.parameters - 1, False), (None, True)):
+            monkeypatch.setattr(build, "machine_memory", lambda room=room: room)
+            with nullcontext() if fits else pytest.raises(DeviceError, match=r"(?s)tables take .* GiB.*largest table is '.*gemrec plan"):
+                build_parts(resolved, rt)
+    monkeypatch.setattr(build, "machine_memory", lambda: 11 * tables.parameters)
+    build.check_room(tables, 2)
+    with pytest.raises(DeviceError, match="in 3 processes"):
+        build.check_room(tables, 3)
 
 
 @pytest.mark.parametrize(

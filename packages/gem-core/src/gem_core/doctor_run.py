@@ -62,7 +62,7 @@ def weigh(config: Config, gpus: tuple[Gpu, ...] = ()) -> Demand:
         folder=str(folder),
         file_system=_file_system(there),
         free=shutil.disk_usage(there).free,
-        memory=_memory(),
+        memory=machine_memory(),
         device_memory=min((g.memory for g in gpus if g.memory), default=None) if on_gpu else None,
         dense_parameters=dense,
         table_bytes=sum(t.rows * (t.dim * (4 if t.dtype == "fp32" else 2) + 4) for t in specs),
@@ -129,7 +129,7 @@ def _file_system(path: Path) -> str | None:
     return max(holding)[1] if holding else None
 
 
-def _memory() -> int | None:
+def machine_memory() -> int | None:
     """Memory of the machine, or of the container where that is less."""
     found = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

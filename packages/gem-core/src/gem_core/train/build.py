@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from gem_core.batch import Batch
 from gem_core.config import Config, Features, ResolvedConfig
-from gem_core.errors import ConfigError, DataError
+from gem_core.config.schema import Parallel
+from gem_core.doctor_run import machine_memory
+from gem_core.errors import ConfigError, DataError, DeviceError
 from gem_core.hookspecs import Guard
 from gem_core.model.contract import Retrieval, Shards, Tables, TableSet
 from gem_core.model.experts import Elsewhere
@@ -95,6 +98,8 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
             attach(model, config)
         table_set: TableSet | None = getattr(model, "table_set", None)
         if table_set is not None and table_set.tables:
+            if runtime.device.type == "cpu" and (runtime.world == 1 or p.sparse == Parallel.model_fields["sparse"].default):
+                check_room(table_set, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             model.tables = find("sparse_strategy", p.sparse).build(table_set, mesh, resolved.sparse)
     if config.features.next_item is not None and not isinstance(model, Retrieval):
         raise ConfigError(
@@ -130,6 +135,25 @@ def build_parts(resolved: ResolvedConfig, runtime: Runtime, *, trains: bool = Tr
         else:
             module = dense.build(model, mesh, resolved.dense)
     return replace(whole, module=module, dense_count=count)
+
+
+def check_room(tables: TableSet, copies: int) -> None:
+    """A CPU's memory is given out before it is there, and a process that then takes it is killed without a word.
+
+    :param copies: processes of this machine that hold all tables.
+    :raises DeviceError: the tables alone are larger than the machine's memory.
+    """
+    room = machine_memory()
+    size = copies * sum(t.rows * t.dim * (4 if t.dtype == "fp32" else 2) for t in tables.tables)
+    if room is None or size <= room:
+        return
+    widest = max(tables.tables, key=lambda t: t.rows * t.dim)
+    each = f" in {copies} processes" if copies > 1 else ""
+    raise DeviceError(
+        f"the tables{each} take {size / 2**30:.1f} GiB, and there are {room / 2**30:.1f} GiB of memory",
+        where=f"features, whose largest table is {widest.name!r} of {widest.rows:,} x {widest.dim}",
+        fix="take fewer rows or a smaller dim, or spread them: `gemrec plan` says over how many devices",
+    )
 
 
 def compiled_units(model: nn.Module) -> list[nn.Module]:

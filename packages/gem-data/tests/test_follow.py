@@ -150,6 +150,8 @@ def test_faults(folder, tmp_path):
         ids_of(follow(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="one folder"):
         build_follow(FollowConfig(train=("a", "b")), FEATURES, split="train", batch_size=4)
+    with pytest.raises(ConfigError, match=r"(?s)split 'eval'.*\[data\.parquet-follow\].*data\.parquet-follow\.eval="):
+        build_follow(FollowConfig(train=("a",)), FEATURES, split="eval", batch_size=4)
     (folder / "hour=02" / "0.parquet").write_bytes(b"PAR1 not at all")
     with pytest.raises(DataError, match=r"hour=02/0\.parquet"):
         ids_of(follow(folder))

@@ -34,16 +34,20 @@ class ParquetConfig(FrozenConfig):
     batching: Batching = Field(Fixed(), description="fixed, bbs (balanced), bucket (by length), tokens (a budget) or global")
     quarantine: str | None = Field(None, description='folder for the rows that features with policy = "quarantine" refuse')
 
+    @property
+    def section(self) -> str:
+        return "data.parquet"
+
     def paths(self, split: str) -> tuple[str, ...]:
         """Paths of "train", "eval" or "test", as written."""
         if split not in ("train", "eval", "test"):
-            raise ConfigError(f"there is no split {split!r}", where="[data.parquet]", fix="use train, eval or test")
+            raise ConfigError(f"there is no split {split!r}", where=f"[{self.section}]", fix="use train, eval or test")
         found: tuple[str, ...] = getattr(self, split)
         if not found:
             raise ConfigError(
                 f"no files are declared for the split {split!r}",
-                where="[data.parquet]",
-                fix=f'add {split} = ["path/to/{split}.parquet"], or --set \'data.parquet.{split}=["..."]\'',
+                where=f"[{self.section}]",
+                fix=f'add {split} = ["path/to/{split}.parquet"], or --set \'{self.section}.{split}=["..."]\'',
             )
         return found
 
@@ -63,3 +67,7 @@ class FollowConfig(ParquetConfig):
     idle_s: float | None = Field(None, ge=0, description="end when no partition has come for so many seconds; None: wait for ever")
     start: str | None = Field(None, description="name of the first partition to read")
     stop: str | None = Field(None, description="name of the last partition to read")
+
+    @property
+    def section(self) -> str:
+        return "data.parquet-follow"

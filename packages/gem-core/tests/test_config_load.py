@@ -177,8 +177,9 @@ def test_overrides_are_typed_as_toml(write):
     ],
 )
 def test_bad_overrides(override: str, words: str):
-    with pytest.raises(ConfigError, match=words):
-        load_config(None, [override])
+    for asked in ([override], override):
+        with pytest.raises(ConfigError, match=words):
+            load_config(None, asked)
 
 
 def test_override_below_a_value(write):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import gem_core
 import gem_core.train.measure as measure
 from gem_core.batch import Batch
 from gem_core.config import load_config, resolve
@@ -109,6 +110,12 @@ def test_the_peak_of_memory_is_of_this_process_and_not_of_the_one_that_started_i
     before, after = map(int, done.stdout.split())
     assert before < peak_resident() - (50 << 20)
     assert after - before > 90 << 20
+
+
+@pytest.mark.parametrize("given", ["my.toml", {"train": {"steps": 1}}, None])
+def test_what_is_no_configuration_is_refused(given):
+    with pytest.raises(ConfigError, match=r"(?s)takes a Config, not (str|dict|NoneType).*load_config\('my\.toml'\)"):
+        gem_core.train(given)
 
 
 def test_tables_larger_than_the_machine_are_refused_before_they_are_made(monkeypatch):

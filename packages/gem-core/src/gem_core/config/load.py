@@ -55,8 +55,8 @@ class ResolvedConfig:
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
     """Read ``path`` (TOML, or JSON where its name ends so; None: all defaults) and apply ``overrides``.
 
-    :param overrides: ``{"train.steps": 100}``, or texts ``"train.steps=100"`` whose value is written as in TOML; a value that is no TOML
-        is taken as a string.
+    :param overrides: ``{"train.steps": 100}``, or one or several texts ``"train.steps=100"`` whose value is written as in TOML; a value
+        that is no TOML is taken as a string.
     :raises ConfigError: unreadable file, bad TOML, unknown key, wrong type or value; the message names key, value, file and line.
     """
     data: dict[str, Any] = {}
@@ -254,7 +254,7 @@ def _overrides(overrides: Overrides) -> Iterable[tuple[tuple[str, ...], Any, str
         for key, value in overrides.items():
             yield _key_path(key, f"override {key!r}"), value, f"override {key!r}"
         return
-    for text in overrides:
+    for text in (overrides,) if isinstance(overrides, str) else overrides:
         label = f"--set {text}"
         key, equals, value = text.partition("=")
         if not equals:

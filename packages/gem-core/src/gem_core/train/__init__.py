@@ -76,8 +76,13 @@ class _CallableModule(ModuleType):
         :param quiet: print nothing.
         :raises GemError: everything a user can cause; `NumericsError` and other `RunError` for a run that fails.
         """
+        from gem_core.config import Config
+        from gem_core.errors import ConfigError
         from gem_core.train.trainer import Trainer
 
+        if not isinstance(config, Config):
+            fix = "pass load_config('my.toml'), or gem_core.config.config_from_dict({...})"
+            raise ConfigError(f"a training takes a Config, not {type(config).__name__}", where="gem_core.train", fix=fix)
         return Trainer(config, run_dir=run_dir, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=quiet).run()
 
 

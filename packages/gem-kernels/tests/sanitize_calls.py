@@ -285,12 +285,9 @@ def beside() -> Iterator[Entry]:
 
 
 def entries(wanted: list[str], impls: list[str]) -> Iterator[Entry]:
-    """Calls of these ops and implementations (all where none is given), those of the Hopper family first."""
-    specs = [spec for spec in triton.specs() if spec.op in contracts()]
+    """Calls of these ops and implementations (all where none is given): those of the Hopper family first, attention last."""
+    specs = sorted((spec for spec in triton.specs() if spec.op in contracts()), key=lambda spec: spec.op in ATTENTION)
     of_hopper = [spec for spec in specs if spec.name.startswith("hopper")]
-    everything = [*beside(), *(entry for spec in sorted(of_hopper, key=lambda s: s.op in ATTENTION) for entry in hopper(spec))]
-    everything += [entry for spec in specs if spec not in of_hopper for entry in portable(spec)]
-    for spec in of_hopper:
-        if spec.op == "norm_gdpa":
-            everything += portable(spec)
+    everything = [*beside(), *(entry for spec in of_hopper for entry in hopper(spec))]
+    everything += [entry for spec in specs if spec not in of_hopper or spec.op == "norm_gdpa" for entry in portable(spec)]
     yield from (e for e in everything if (not wanted or e.op in wanted) and (not impls or e.implementation in impls))

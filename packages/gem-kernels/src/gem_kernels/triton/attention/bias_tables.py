@@ -11,9 +11,10 @@
       cells   |    c     |   c+1    |        value of d in cell c:  start[c]      if d < edge[c]
       edges        ^                                                start[c + 1]  otherwise
 
-Tables: ``position [H, PAD + 2R+1 + PAD]``; ``pairs``, the same with each entry's successor beside it; ``time [H, T + CELLS + 1]``, a
-head's row of the table and then the values at the cells' beginnings; ``index [T-1 + CELLS + 1 + CELLS + 1]`` int32, the edges within 32
-bits, the cells' edges, whether edges are crowded, and the buckets at the cells' beginnings.
+Tables: ``position [H, PAD + 2R+1 + PAD]``; ``up`` and ``down``, the same over the scale of the scores, with each entry's successor or
+predecessor beside it; ``time [H, T + CELLS + 1]``, a head's row of the table and then the values at the cells' beginnings; ``index
+[T-1 + CELLS + 1 + CELLS + 1]`` int32, the edges within 32 bits, the cells' edges, whether edges are crowded, and the buckets at the cells'
+beginnings.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -47,8 +48,8 @@ def cell_of(difference):
 
 @triton.jit(do_not_specialize=["radius", "edges", "chunks"])
 def bias_tables_kernel(
-    position, time, time_edges, position_out, pairs_out, time_out, index_out, stride_p, stride_t, stride_po, stride_to,
-    radius, edges, chunks, PAD: tl.constexpr, BLOCK: tl.constexpr,
+    position, time, time_edges, position_out, up_out, down_out, time_out, index_out, stride_p, stride_t, stride_po, stride_to,
+    radius, edges, chunks, gain, PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -57,8 +58,12 @@ def bias_tables_kernel(
     inside = at < 2 * (radius + PAD) + 1
     tl.store(position_out + head * stride_po + at, value, inside)
     following = tl.load(position + head * stride_p + tl.minimum(tl.maximum(at - PAD + 1, 0), 2 * radius)).to(tl.float32)
-    tl.store(pairs_out + 2 * (head * stride_po + at), value, inside)
-    tl.store(pairs_out + 2 * (head * stride_po + at) + 1, following, inside)
+    before = tl.load(position + head * stride_p + tl.minimum(tl.maximum(at - PAD - 1, 0), 2 * radius)).to(tl.float32)
+    to = 2 * (head * stride_po + at)
+    tl.store(up_out + to, value * gain, inside)
+    tl.store(up_out + to + 1, following * gain, inside)
+    tl.store(down_out + to, value * gain, inside)
+    tl.store(down_out + to + 1, before * gain, inside)
     if time is not None:
         if chunk == 0:
             beyond: tl.constexpr = 2 * FAR
@@ -103,7 +108,8 @@ class BiasTables:
     """See the module's docstring. ``position`` begins at the table's first entry; time tensors are None without a time bias."""
 
     position: Tensor
-    pairs: Tensor
+    up: Tensor
+    down: Tensor
     time: Tensor | None
     index: Tensor | None
     q_times: Tensor | None
@@ -112,15 +118,16 @@ class BiasTables:
 
 def bias_tables(
     position: Tensor, time: Tensor | None, time_edges: Tensor | None, q_times: Tensor | None, k_times: Tensor | None,
-    q_offsets: Tensor, k_offsets: Tensor, kv_index: Tensor | None, samples: int,
+    q_offsets: Tensor, k_offsets: Tensor, kv_index: Tensor | None, samples: int, scale: float,
 ) -> BiasTables:  # fmt: skip
-    """Tables of one call, built on the device. ``samples`` counts those of the query side."""
+    """Tables of one call, built on the device. ``samples`` counts those of the query side; ``scale`` is that of the scores."""
     device, heads = position.device, position.shape[0]
     radius = (position.shape[1] - 1) // 2
     position, time = _rows(position), _rows(time)
     width = 2 * (radius + PAD) + 1
     padded = torch.empty(heads, width, dtype=torch.float32, device=device)
-    pairs = torch.empty(heads, width, 2, dtype=torch.float32, device=device)
+    up = torch.empty(heads, width, 2, dtype=torch.float32, device=device)
+    down = torch.empty_like(up)
     values = index = q_relative = k_relative = None
     edges = 0
     if time is not None:
@@ -133,10 +140,11 @@ def bias_tables(
     chunks = -(-width // _BLOCK)
     launch(
         bias_tables_kernel, (heads * chunks,), device,
-        position, time, time_edges, padded, pairs, values, index, position.stride(0), 0 if time is None else time.stride(0),
-        padded.stride(0), 0 if values is None else values.stride(0), radius, edges, chunks, PAD=PAD, BLOCK=_BLOCK, num_warps=4,
+        position, time, time_edges, padded, up, down, values, index, position.stride(0), 0 if time is None else time.stride(0),
+        padded.stride(0), 0 if values is None else values.stride(0), radius, edges, chunks,
+        1 / scale if scale else 0.0, PAD=PAD, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return BiasTables(padded[:, PAD:], pairs[:, PAD:], values, index, q_relative, k_relative)
+    return BiasTables(padded[:, PAD:], up[:, PAD:], down[:, PAD:], values, index, q_relative, k_relative)
 
 
 def _rows(table: Tensor | None) -> Tensor | None:

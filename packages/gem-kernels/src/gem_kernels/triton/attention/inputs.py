@@ -87,7 +87,7 @@ class Inputs:
             return None
         return bias_tables(
             self.bias_position, self.bias_time, self.bias_time_edges, self.q_times, self.k_times,
-            self.q_offsets, self.k_offsets, self.kv_index, self.batch,
+            self.q_offsets, self.k_offsets, self.kv_index, self.batch, self.plan.scale,
         )  # fmt: skip
 
     def own_bias_args(self) -> tuple[Any, ...]:

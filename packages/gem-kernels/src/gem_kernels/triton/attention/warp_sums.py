@@ -191,15 +191,21 @@ def _operands(count: int, *kinds: str) -> tuple[str, list[list[str]]]:
 def add_diagonals(columns: int, stride: int) -> tuple[str, str]:
     """PTX and constraints for (dS, address): adds the diagonals of a warp's 16 rows of a tile of 64 x ``columns``, four warps', to the
     warp's row at ``address``, where the tile's diagonal 0 is; rows are ``stride`` floats."""
-    ptx = _Ptx()
     count = columns // 2
     constraints, (tile, address) = _operands(count, "f", "l")
+    ptx = _Ptx()
+    ptx.lines += diagonals_added(tile, address[0], stride)
+    return ptx.text(count // 4), constraints
+
+
+def diagonals_added(tile: list[str], address: str, stride: int) -> list[str]:
+    """The lines of `add_diagonals` for registers of any names."""
+    ptx = _Ptx()
     sums, first = diagonal_sums(ptx, list(tile))
     warp = ptx.integer("and", ptx.integer("shr", ptx.write("b32", "mov.u32", "%tid.x"), 5), 3)
     first = ptx.integer("sub", first, ptx.integer("shl", warp, 4))
-    to = ptx.write("b64", "mad.wide.s32", first, 4, ptx.row_of_warp(address[0], stride))
-    ptx.lines += [f"red.relaxed.gpu.global.add.f32 [{to}+{32 * n}], {x};" for n, x in enumerate(sums) if x is not None]
-    return ptx.text(count // 4), constraints
+    to = ptx.write("b64", "mad.wide.s32", first, 4, ptx.row_of_warp(address, stride))
+    return [*ptx.lines, *(f"red.relaxed.gpu.global.add.f32 [{to}+{32 * n}], {x};" for n, x in enumerate(sums) if x is not None)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.bias_codes import (
     UNIT,
-    add_columns,
     add_entries,
     codes_of,
+    column_entries,
     lane_entry,
     load_codes,
     prefetch_codes,
@@ -150,29 +150,27 @@ def _consumer(
                 table_t = time + head.to(gl.int64) * stride_t
                 entry = j * 0.0
                 if LANES:
-                    entry = lane_entry(table_t, edges, gl.SliceLayout(1, s_layout))
+                    entry = lane_entry(table_t, edges, gl.SliceLayout(1, s_layout)) / scale
                 step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
+                s = column_entries(j, begin * 64 + shift, h, pairs_p, radius, s_layout)
+                s = add_entries(s, load_codes(units + begin * UNIT, s_layout), table_t, entry, 1 / scale, LANES)
                 for x in range(begin, end):
                     m0 = x * 64
                     stage = step % STAGES
-                    s = gl.full([64, 64], 0.0, gl.float32, s_layout)
-                    dp = s
-                    code = load_codes(units + x * UNIT, s_layout)
+                    dp = gl.full([64, 64], 0.0, gl.float32, s_layout)
                     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
-                    s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+                    s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, is_async=True)
                     i = m0 + gl.arange(0, 64, layout=column_layout)
                     p = gl.minimum(i + shift, h)
                     p_min = gl.minimum(m0 + shift, h)
                     s = warpgroup_mma_wait(0, deps=(s,))
-                    s = add_columns(s, scale, j, m0 + shift, h, pairs_p, radius)
-                    s = add_entries(s, code, table_t, entry, LANES)
                     if SOFTMAX:
-                        prob = gl.exp2(s * LOG2E - lse_slots.index(stage).load(column_layout)[None, :])
+                        prob = gl.exp2(s * (scale * LOG2E) - lse_slots.index(stage).load(column_layout)[None, :])
                         slope = prob
                     elif FOLDED:
-                        prob, slope = folded_value_and_slope(s, 1.0, FOLDED)
+                        prob, slope = folded_value_and_slope(s, scale, FOLDED)
                     else:
-                        prob, slope = activate_with_slope(s, act_id, ACT, ACT_SET, FAST)
+                        prob, slope = activate_with_slope(s * scale, act_id, ACT, ACT_SET, FAST)
                     if CAUSAL:
                         if j1 - 1 > p_min:
                             seen = j[:, None] <= p[None, :]
@@ -186,6 +184,9 @@ def _consumer(
                         dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
                     ds16 = gl.convert_layout((slope * dp).to(dtype), p_layout, assert_trivial=True)
                     dk_acc = warpgroup_mma(ds16, q_slots.index(stage), dk_acc, is_async=True)
+                    # Of the next tile; past the last one in vain.
+                    s = column_entries(j, m0 + 64 + shift, h, pairs_p, radius, s_layout)
+                    s = add_entries(s, load_codes(units + (x + 1) * UNIT, s_layout), table_t, entry, 1 / scale, LANES)
                     dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
                     mbarrier.arrive(q_empty.index(stage), count=1)
                     step += 1

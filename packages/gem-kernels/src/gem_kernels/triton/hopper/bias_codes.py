@@ -28,30 +28,76 @@ from gem_kernels.triton.hopper import bias_ptx
 from gem_kernels.triton.hopper.common import prefetch
 
 UNIT = gl.constexpr(8192)
-# Buckets of a tile up to which a comparison a bucket and pair is cheaper than two look-ups.
-_FEW = gl.constexpr(4)
 _LOAD, _LOAD_TYPES = (gl.constexpr(x) for x in bias_ptx.load_codes())
-_STORE, _STORE_TYPES = (gl.constexpr(x) for x in bias_ptx.store_codes())
+_STORE, _STORE_TYPES = (gl.constexpr(x) for x in bias_ptx.store_codes(False))
+_STORE_GRAY, _STORE_GRAY_TYPES = (gl.constexpr(x) for x in bias_ptx.store_codes(True))
+_BY_CELL, _BY_CELL_TYPES = (gl.constexpr(x) for x in bias_ptx.count_by_cell())
+_REACHED = gl.constexpr([[bias_ptx.count_reached(later, edges) for edges in (1, 3)] for later in (True, False)])
 _FROM_LANES, _FROM_LANES_TYPES = (gl.constexpr(x) for x in bias_ptx.add_entries(True))
 _FROM_MEMORY, _FROM_MEMORY_TYPES = (gl.constexpr(x) for x in bias_ptx.add_entries(False))
 _BINS, _BINS_TYPES = (gl.constexpr(x) for x in bias_ptx.add_to_bins())
-_ROWS, _ROWS_TYPES = (gl.constexpr(x) for x in bias_ptx.add_rows())
-_COLUMNS, _COLUMNS_TYPES = (gl.constexpr(x) for x in bias_ptx.add_columns())
+_GIVE, _GIVE_TYPES = (gl.constexpr(x) for x in bias_ptx.give(False))
+_GIVE_WIDE = gl.constexpr(bias_ptx.give(True)[0])
+_TAKE, _TAKE_TYPES = (gl.constexpr(x) for x in bias_ptx.take(False))
+_TAKE_WIDE = gl.constexpr(bias_ptx.take(True)[0])
+_ROWS, _ROWS_TYPES = (gl.constexpr(x) for x in bias_ptx.row_entries())
+_COLUMNS, _COLUMNS_TYPES = (gl.constexpr(x) for x in bias_ptx.column_entries(False))
+_CUT_COLUMNS, _CUT_COLUMNS_TYPES = (gl.constexpr(x) for x in bias_ptx.column_entries(True))
 
 
 @triton.jit
+def _steps(b, lq, h, shift, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Blocks of 64 columns that tile b of a sample sees."""
+    if KEYS:
+        last = (lq + 63) // 64
+        steps = last
+        if CAUSAL:
+            steps = last - tl.minimum(tl.maximum(b * ROWS - shift, 0) // 64, last)
+    else:
+        end = h
+        if CAUSAL:
+            end = tl.minimum(h, tl.maximum(tl.minimum(b * ROWS + ROWS, lq) + shift, 0))
+        steps = (end + 63) // 64
+    return steps
+
+
+@triton.jit(do_not_specialize=["units", "slots"])
 def bias_table_kernel(
-    table, tiles, count, q_offsets, k_offsets, num_targets, units, ROWS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr
+    table, tiles, count, q_offsets, k_offsets, num_targets, units, slots,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WAVES: tl.constexpr, MATES: tl.constexpr,
 ):  # fmt: skip
     """Spells out the entries of a tile list, of keys with KEYS, one a program. Every 128 rows of a tensor have room for ``units`` units.
-    PACKED (self-attention with a causal mask): tile b takes those of 2 b + 2 blocks of keys, or of all but the first 2 b of queries."""
+    PACKED (self-attention with a causal mask): tile b takes those of 2 b + 2 blocks of keys, or of all but the first 2 b of queries.
+
+    WAVES times as many tiles as are worked on at a time, ``slots``, are dealt to and fro by their size, at most MATES: their samples' keys
+    are still in the L2 cache then, and all programs have as much to do."""
     item = tl.program_id(0)
-    if item < tl.load(count):
+    total = tl.load(count)
+    if item < total:
         entry = tl.load(tiles + item)
         sample = (entry >> 32).to(tl.int32)
         b = (entry & 0xFFFFFFFF).to(tl.int32)
         q_row, _out_row, lq, k_row, h, t, _c = sample_geometry(sample, q_offsets, k_offsets, num_targets, None, None, 0)
-        to = table + item * 8
+        place = item
+        if WAVES:
+            group = item // (WAVES * slots)
+            start = group * WAVES * slots
+            if start + WAVES * slots <= total:
+                lane = tl.arange(0, MATES)
+                live = lane < WAVES * slots
+                others = tl.load(tiles + start + lane, live, 0)
+                their_sample = (others >> 32).to(tl.int32)
+                their_b = (others & 0xFFFFFFFF).to(tl.int32)
+                _q, _o, their_lq, _k, their_h, their_t, _c = sample_geometry(
+                    their_sample, q_offsets, k_offsets, num_targets, None, None, 0
+                )  # fmt: skip
+                theirs = _steps(their_b, their_lq, their_h, their_h + their_t - their_lq, ROWS, KEYS, CAUSAL)
+                own = _steps(b, lq, h, h + t - lq, ROWS, KEYS, CAUSAL)
+                before = live & ((theirs > own) | ((theirs == own) & (start + lane < item)))
+                rank = tl.sum(before.to(tl.int32), 0)
+                wave = rank // slots
+                place = start + wave * slots + tl.where((wave + group) % 2 == 1, slots - 1 - rank % slots, rank % slots)
+        to = table + place * 8
         tl.store(to, q_row.to(tl.int32))
         tl.store(to + 1, lq)
         tl.store(to + 2, k_row.to(tl.int32))
@@ -60,10 +106,10 @@ def bias_table_kernel(
         tl.store(to + 5, h + t - lq)
         tl.store(to + 6, t)
         own_row = k_row if KEYS else q_row
-        before = b * units
+        before_b = b * units
         if PACKED:
-            before = b * ((lq + 63) // 64 + 1 - b) if KEYS else b * (b + 1)
-        tl.store(to + 7, (own_row.to(tl.int32) // ROWS + sample) * units + before)
+            before_b = b * ((lq + 63) // 64 + 1 - b) if KEYS else b * (b + 1)
+        tl.store(to + 7, (own_row.to(tl.int32) // ROWS + sample) * units + before_b)
 
 
 @gluon.jit
@@ -124,12 +170,19 @@ def load_codes(at, like: gl.constexpr):
 
 @gluon.jit
 def lane_entry(table, edges, layout: gl.constexpr):
-    """Of a table of up to 32 entries the lane's own, as every element ``[64]``."""
+    """Of a table of up to 32 entries the one whose code is the lane's number, as every element ``[64]``."""
     asm: gl.constexpr = """
         {
         .reg .b32 l;
         .reg .b64 a;
+        .reg .b32 x;
         mov.u32 l, %laneid;
+        shr.u32 x, l, 1;
+        xor.b32 l, l, x;
+        shr.u32 x, l, 2;
+        xor.b32 l, l, x;
+        shr.u32 x, l, 4;
+        xor.b32 l, l, x;
         min.u32 l, l, $2;
         mad.wide.u32 a, l, 4, $1;
         ld.global.nc.f32 $0, [a];
@@ -142,35 +195,39 @@ def lane_entry(table, edges, layout: gl.constexpr):
 
 
 @gluon.jit
-def add_entries(s, codes, table, entry, LANES: gl.constexpr):
-    """``s`` and the table's entry for each code; ``entry`` of `lane_entry` with LANES."""
+def add_entries(s, codes, table, entry, gain, LANES: gl.constexpr):
+    """``s`` and the table's entry for each code times ``gain``; ``entry`` of `lane_entry`, times gain, with LANES."""
     if LANES:
         return gl.inline_asm_elementwise(
             _FROM_LANES, _FROM_LANES_TYPES, [s, codes, entry[:, None]], dtype=gl.float32, is_pure=False, pack=4
         )  # fmt: skip
     else:
         at = table.to(gl.int64, bitcast=True)
-        return gl.inline_asm_elementwise(_FROM_MEMORY, _FROM_MEMORY_TYPES, [s, codes, at], dtype=gl.float32, is_pure=True, pack=4)
+        return gl.inline_asm_elementwise(_FROM_MEMORY, _FROM_MEMORY_TYPES, [s, codes, at, gain], dtype=gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
-def add_rows(s, scale, p, n0, pairs, radius):
-    """``scale * s`` and the position table's entry, for keys from n0 on and rows at positions ``p [64]``."""
-    column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+def row_entries(p, n0, pairs, radius, layout: gl.constexpr):
+    """The position table's entries ``[64, columns]`` for keys from n0 on and rows at positions ``p [64]``."""
+    columns: gl.constexpr = layout.instr_shape[1]
+    column = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))
     distance = gl.maximum(gl.minimum((n0 + column // 64 * 64)[None, :] - p[:, None], radius), -radius - 64)
     at = (pairs + 2 * radius).to(gl.int64, bitcast=True)
-    return gl.inline_asm_elementwise(_ROWS, _ROWS_TYPES, [s, scale, distance, at], dtype=gl.float32, is_pure=True, pack=32)
+    return gl.inline_asm_elementwise(_ROWS, _ROWS_TYPES, [distance, at], dtype=gl.float32, is_pure=True, pack=32)
 
 
 @gluon.jit
-def add_columns(s, scale, j, first, h, pairs, radius):
-    """`add_rows` of a tile whose rows are keys ``j [64]``, and whose columns are at positions from ``first`` on up to h."""
-    distance = gl.minimum(j - first - 1, radius + 64)
-    least = gl.maximum(j - h, -radius - 1)
+def column_entries(j, first, h, pairs, radius, layout: gl.constexpr):
+    """`row_entries` of a tile whose rows are keys ``j [64]``, and whose columns are at positions from ``first`` on up to h."""
+    like = gl.full([64, 64], 0, gl.int32, layout)
+    distance = gl.maximum(gl.minimum(j - first, radius + 64), -radius)[:, None] + like
     at = (pairs + 2 * radius).to(gl.int64, bitcast=True)
-    return gl.inline_asm_elementwise(
-        _COLUMNS, _COLUMNS_TYPES, [s, scale, distance[:, None], least[:, None], at], dtype=gl.float32, is_pure=True, pack=32
-    )
+    if first + 63 <= h:
+        s = gl.inline_asm_elementwise(_COLUMNS, _COLUMNS_TYPES, [distance, like, at], dtype=gl.float32, is_pure=True, pack=32)
+    else:
+        least = gl.maximum(j - h, -radius)[:, None] + like
+        s = gl.inline_asm_elementwise(_CUT_COLUMNS, _CUT_COLUMNS_TYPES, [distance, least, at], dtype=gl.float32, is_pure=True, pack=32)
+    return s
 
 
 @gluon.jit
@@ -180,12 +237,27 @@ def add_to_bins(ds, codes, bins):
 
 
 @gluon.jit
+def give(x, to, WIDE: gl.constexpr):
+    """Put a wgmma's result ``[64, 64]`` to address ``to`` in shared memory, for `take`; in bf16 but for WIDE."""
+    gl.inline_asm_elementwise(_GIVE_WIDE if WIDE else _GIVE, _GIVE_TYPES, [x, to], dtype=gl.int8, is_pure=False, pack=32)
+
+
+@gluon.jit
+def take(at, WIDE: gl.constexpr, layout: gl.constexpr):
+    """What another warpgroup has given, which had it in the same registers."""
+    return gl.inline_asm_elementwise(
+        _TAKE_WIDE if WIDE else _TAKE, _TAKE_TYPES, [gl.full([64, 64], 0, gl.int32, layout) + at], dtype=gl.float32, is_pure=False, pack=32
+    )  # fmt: skip
+
+
+@gluon.jit
 def _range_of(t, live):
     return gl.min(gl.where(live, t, FAR), 0), gl.max(gl.where(live, t, -FAR), 0)
 
 
 @gluon.jit
-def _by_cell(difference, index, edges):
+def _cell_bucket(difference, index, edges):
+    """Bucket of one difference where no cell has more than an edge."""
     first: gl.constexpr = FIRST_CELL
     cell = (gl.maximum(difference.to(gl.float32), 0.5).to(gl.int32, bitcast=True) >> 19) - first
     cell += (difference >= gl.load(index + edges + cell)).to(gl.int32)
@@ -195,7 +267,7 @@ def _by_cell(difference, index, edges):
 @gluon.jit(do_not_specialize=["edges"])
 def bias_codes_kernel(
     codes, table, count, row_relative, column_relative, row_times, column_times, index, time_edges, edges,
-    CAUSAL: gl.constexpr, KEYS: gl.constexpr, STEPS: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, KEYS: gl.constexpr, STEPS: gl.constexpr, LANES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Codes of one warpgroup's half of an item a program. KEYS: rows are keys, columns queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -219,25 +291,60 @@ def bias_codes_kernel(
             ti = gl.load(row_relative + row + i, i < rows, 0)
             row_low, row_high = _range_of(ti, i < rows)
             crowded = gl.load(index + edges + CELLS) != 0
+            zeros = gl.full([64, 64], 0, gl.int32, layout)
+            by_lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [4], [0]))
             for x in range(begin, end):
+                t_x = gl.load(column_relative + column + x * 64 + by_lane, x * 64 + by_lane < columns, 0)
+                low, high = _range_of(t_x, x * 64 + by_lane < columns)
+                ordered = low >= row_high if KEYS else row_low >= high
                 j = x * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
                 tj = gl.load(column_relative + column + j, j < columns, 0)
-                low, high = _range_of(tj, j < columns)
-                difference = gl.abs(ti[:, None] - tj[None, :])
                 if uncut(row_low, row_high, low, high):
-                    lowest, highest = bucket_range(row_low, row_high, low, high, index, edges, STEPS)
-                    code = difference * 0 + lowest
-                    if (highest - lowest <= _FEW) | crowded:
-                        for edge in range(lowest, highest):
-                            code += (difference >= gl.load(index + edge)).to(gl.int32)
+                    if crowded:
+                        lowest, highest = bucket_range(row_low, row_high, low, high, index, edges, STEPS)
                     else:
-                        code = _by_cell(difference, index, edges)
+                        near = gl.maximum(gl.maximum(row_low - high, low - row_high), 0)
+                        lowest = _cell_bucket(near, index, edges)
+                        highest = _cell_bucket(gl.maximum(gl.maximum(row_high - low, high - row_low), near), index, edges)
+                    beyond: gl.constexpr = 2 * FAR
+                    if highest == lowest:
+                        code = (zeros + lowest).to(gl.int8)
+                    elif (highest - lowest == 1) & ordered:
+                        code = gl.inline_asm_elementwise(
+                            _REACHED[KEYS][0][0], _REACHED[KEYS][0][1], [ti[:, None], tj[None, :], zeros + lowest, gl.load(index + lowest)],
+                            dtype=gl.int8, is_pure=True, pack=32,
+                        )  # fmt: skip
+                    elif (highest - lowest <= 3) & ordered:
+                        edge = gl.load(index + lowest)
+                        edge_1 = gl.load(index + lowest + 1)
+                        edge_2 = gl.where(highest - lowest > 2, gl.load(index + lowest + 2), beyond)
+                        code = gl.inline_asm_elementwise(
+                            _REACHED[KEYS][1][0], _REACHED[KEYS][1][1], [ti[:, None], tj[None, :], zeros + lowest, edge, edge_1, edge_2],
+                            dtype=gl.int8, is_pure=True, pack=32,
+                        )  # fmt: skip
+                    elif crowded:
+                        difference = gl.abs(ti[:, None] - tj[None, :])
+                        counted = zeros + lowest
+                        for edge in range(lowest, highest):
+                            counted += (difference >= gl.load(index + edge)).to(gl.int32)
+                        code = counted.to(gl.int8)
+                    else:
+                        first_cell: gl.constexpr = FIRST_CELL
+                        cells = (index + (edges - first_cell)).to(gl.int64, bitcast=True)
+                        code = gl.inline_asm_elementwise(
+                            _BY_CELL, _BY_CELL_TYPES, [ti[:, None], tj[None, :], cells, cells + (CELLS + 1) * 4],
+                            dtype=gl.int8, is_pure=True, pack=4,
+                        )  # fmt: skip
                 else:
                     wide_i = gl.load(row_times + row + i, i < rows, 0).to(gl.int64)[:, None]
                     wide_j = gl.load(column_times + column + j, j < columns, 0).to(gl.int64)[None, :]
-                    code = difference * 0
+                    counted = zeros
                     for edge in range(edges):
                         reach = gl.maximum(gl.load(time_edges + edge).to(gl.int64), 0)
-                        code += ((wide_j <= wide_i - reach) | (wide_j >= wide_i + reach)).to(gl.int32)
+                        counted += ((wide_j <= wide_i - reach) | (wide_j >= wide_i + reach)).to(gl.int32)
+                    code = counted.to(gl.int8)
                 at = to + (x - first).to(gl.int64) * UNIT + gl.full([64, 64], 0, gl.int64, layout)
-                gl.inline_asm_elementwise(_STORE, _STORE_TYPES, [code.to(gl.int8), at], dtype=gl.int8, is_pure=False, pack=32)
+                if LANES:
+                    gl.inline_asm_elementwise(_STORE_GRAY, _STORE_GRAY_TYPES, [code, at], dtype=gl.int8, is_pure=False, pack=32)
+                else:
+                    gl.inline_asm_elementwise(_STORE, _STORE_TYPES, [code, at], dtype=gl.int8, is_pure=False, pack=32)

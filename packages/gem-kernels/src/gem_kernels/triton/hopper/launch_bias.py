@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from gem_core.errors import OpError
@@ -19,12 +20,15 @@ from gem_kernels.triton.attention.schedule import TileList
 from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo
 from gem_kernels.triton.common.launch import launch
+from gem_kernels.triton.hopper import bias_ptx
 from gem_kernels.triton.hopper.launch import _addressable, _box, _nothing
 
 _ROWS = 128
 _UNIT = 8192
 # Buckets that a byte can name, and that the lanes of a warp and the bins in shared memory hold.
 _CODES, _LANES = 256, 32
+# Tiles that are dealt by their size, in waves of as many as are worked on at a time.
+_WAVES = 4
 _FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
 
 
@@ -60,7 +64,7 @@ def _choose(x: Inputs, kernel: str, only: bool, run: Callable[[Config], None]) -
 def candidates(kernel: str, only: bool) -> list[Config]:
     """For hopper.bias_forward and hopper.bias_backward: with ``only`` these kernels, else the portable ones unless a rule says that these
     were measured to be faster."""
-    found: list[Config] = [{"GLUON": 1, "BLOCK_N": 64, "STAGES": 3, "FETCH": 1}]
+    found: list[Config] = [{"GLUON": 1, "STAGES": 3, "CHAIN": chain, "FETCH": 1} for chain in (0, 1)]
     if kernel == "hopper.bias_backward":
         found = [{"GLUON": 1}]
     return found if only else [{"GLUON": 0}, *found]
@@ -124,8 +128,10 @@ def row_width(x: Inputs) -> int:
     return launch_backward.row_width(x.radius, x.bias_time.shape[1])
 
 
-def dq_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
-    return [{"BLOCK_N": 64, "STAGES": 2, "HELD": 2, "LATE": late, "FETCH": 1} for late in (1, 0)]
+def dq_candidates(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
+    """Softmax hands dS over in fp32, which leaves less room for tiles."""
+    stages, held = (3, 1) if p.softmax else (2, 2)
+    return [{"STAGES": stages, "HELD": held, "AHEAD": ahead, "FETCH": 1} for ahead in (0, 1)]
 
 
 def dkdv_candidates(_kernel: str, _p: Plan, _info: DeviceInfo) -> list[Config]:
@@ -139,11 +145,11 @@ def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Conf
     tiles = x.k_tiles(_ROWS)
     entries, codes = coded(x, tiles, keys=True)
     folded = _folded(p)
-    left, value = ((1.5, 0.5)[folded - 1], 0.5) if folded else (p.folded_gain, p.folded_gain)
+    left, value = ((1.5, 0.5)[folded - 1], 0.5 * p.scale) if folded else (p.folded_gain, p.folded_gain)
     launch(
         hopper_bias_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(pass_.dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, pass_.lse, pass_.delta,
-        entries, tiles.count, x.k_offsets, t.pairs, t.time, codes, x.act_ids,
+        entries, tiles.count, x.k_offsets, t.down, t.time, codes, x.act_ids,
         x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, p.scale * p.out_scale * left, p.out_scale * value, dk.stride(0),
         *bias_strides(x),
         HKV=p.kv_heads, LANES=x.edges < _LANES, **constants(p), **config,
@@ -153,26 +159,28 @@ def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Conf
 def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
     from gem_kernels.triton.hopper.backward_dq_bias import hopper_bias_dq_kernel
 
-    x, p, n, t = pass_.x, pass_.x.plan, config["BLOCK_N"], pass_.x.tables
+    x, p, t = pass_.x, pass_.x.plan, pass_.x.tables
     tiles = x.q_tiles(_ROWS)
     entries, codes = coded(x, tiles)
     width = row_width(x)
     programs = max(1, min(x.info.sms // p.heads, tiles.bound))
-    partial = torch.zeros(programs, p.heads, 10, width, dtype=torch.float32, device=x.device)
+    partial = torch.zeros(programs, p.heads, 6, width, dtype=torch.float32, device=x.device)
     folded = _folded(p)
     left = (1.5, 0.5)[folded - 1] if folded else p.folded_gain
     k = x.k if p.targets else None
     out, dout, dq = pass_.out, pass_.dout, pass_.dq
     strides = (0, 0) if out is None else out.stride()[:2]
-    sums = {name: text for name, text in warp_sums.constants(n, width, True).items() if not name.startswith("REACHING")}
+    sums = {name: text for name, text in warp_sums.constants(64, width, True).items() if not name.startswith("REACHING")}
+    sums["BOTH"], sums["BOTH_TYPES"] = bias_ptx.add_to_bins(width)
     launch(
         hopper_bias_dq_kernel, (programs * p.heads,), x.device,
-        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(dout, 64), _box(dq, 64), dq, out, pass_.lse, pass_.delta,
-        entries, tiles.count, x.q_offsets, t.pairs, t.time, codes, x.bias_time_edges, x.q_times, x.k_times,
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), dq, out, pass_.lse, pass_.delta,
+        entries, tiles.count, x.q_offsets, t.up, t.time, codes, x.bias_time_edges, x.q_times, x.k_times,
         pass_.ds_own, k, partial, x.act_ids,
         x.batch, x.out_rows, x.radius, x.edges, width, p.scale, p.scale * p.out_scale * left, p.folded_gain / left, pass_.delta_scale,
         *strides, dq.stride(0), *bias_strides(x), x.k.stride(0), x.k.stride(1),
-        H=p.heads, TIME_STEPS=x.time_steps, PAD=PAD, LANES=x.edges < _LANES, **sums, **constants(p), **config,
+        H=p.heads, SAME=x.q_times is x.k_times and x.q_offsets is x.k_offsets, TIME_STEPS=x.time_steps, PAD=PAD, LANES=x.edges < _LANES,
+        **sums, **constants(p, 16), **config,
     )  # fmt: skip
     return list(launch_backward.bias_gradients(x, partial.sum((0, 2)) * (p.out_scale * left)))
 
@@ -180,7 +188,7 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
 def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None:
     from gem_kernels.triton.hopper.forward_bias import hopper_bias_fwd_kernel
 
-    p, n, t = x.plan, config["BLOCK_N"], x.tables
+    p, t = x.plan, x.tables
     tiles = x.q_tiles(_ROWS)
     entries, codes = coded(x, tiles)
     own = launch_forward._own_scores(x) if p.targets else None
@@ -188,9 +196,9 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     folded = _folded(p)
     launch(
         hopper_bias_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
-        _box(x.q, 64), _box(x.k, n), _box(x.v, n), _box(out, 64), out, lse, entries, tiles.count, x.q_offsets,
-        t.pairs, t.time, codes, own, v, x.act_ids,
-        x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 if folded else p.folded_gain), out.stride(0),
+        _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(out, 64), out, lse, entries, tiles.count, x.q_offsets,
+        t.up, t.time, codes, own, v, x.act_ids,
+        x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 * p.scale if folded else p.folded_gain), out.stride(0),
         *bias_strides(x), x.v.stride(0), x.v.stride(1),
         H=p.heads, LANES=x.edges < _LANES, **constants(p), **{name: value for name, value in config.items() if name != "GLUON"},
     )  # fmt: skip
@@ -217,7 +225,7 @@ def coded(x: Inputs, tiles: TileList, keys: bool = False) -> tuple[Tensor, Tenso
     launch(
         bias_codes_kernel, (tiles.bound, 2), x.device,
         codes, entries, tiles.count, *sides, t.index, x.bias_time_edges, x.edges,
-        CAUSAL=x.plan.causal, KEYS=keys, STEPS=x.time_steps, num_warps=4,
+        CAUSAL=x.plan.causal, KEYS=keys, STEPS=x.time_steps, LANES=x.edges < _LANES, num_warps=4,
     )  # fmt: skip
     return entries, codes
 
@@ -227,10 +235,12 @@ def table(x: Inputs, tiles: TileList, keys: bool) -> Tensor:
     from gem_kernels.triton.hopper.bias_codes import bias_table_kernel
 
     packed, units, _all = room(x, keys)
+    slots = max(1, x.info.sms // (x.plan.kv_heads if keys else x.plan.heads))
     found = torch.empty(tiles.bound, 8, dtype=torch.int32, device=x.device)
     launch(
         bias_table_kernel, (tiles.bound,), x.device,
-        found, tiles.tiles, tiles.count, x.q_offsets, x.k_offsets, x.num_targets, units, ROWS=_ROWS, KEYS=keys, PACKED=packed, num_warps=1,
+        found, tiles.tiles, tiles.count, x.q_offsets, x.k_offsets, x.num_targets, units, slots,
+        ROWS=_ROWS, KEYS=keys, CAUSAL=x.plan.causal, PACKED=packed, WAVES=_WAVES, MATES=triton.next_power_of_2(_WAVES * slots), num_warps=1,
     )  # fmt: skip
     return found
 
@@ -240,8 +250,9 @@ def _folded(p: Plan) -> int:
     return 0 if p.softmax or p.dtype != "bf16" or isinstance(p.activation, tuple) else _FOLDED.get(p.activation, 0)
 
 
-def constants(p: Plan) -> dict[str, Any]:
+def constants(p: Plan, warps: int = 12) -> dict[str, Any]:
+    """Constants of all these kernels; ``warps`` is how many share the registers of an SM."""
     found = p.constants(True)
     return {name: found[name] for name in ("GROUP", "D", "SOFTMAX", "ACT", "ACT_SET", "CAUSAL", "FAST")} | {
-        "FOLDED": _folded(p), "num_warps": 4, "maxnreg": 168,
+        "FOLDED": _folded(p), "num_warps": 4, "maxnreg": 2048 // warps // 8 * 8,
     }  # fmt: skip

@@ -31,6 +31,7 @@ _WIDTHS = (64, 128, 256)
 _BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
 _BIAS = frozenset({"bias_position", "bias_time"})
 _LONGEST_BIASED = 4096
+_LEAST_SCALE = 1e-6
 """A row's time buckets take a byte for each key that it sees, of which a causal mask leaves half: 2 KiB beside a row's kilobyte of q."""
 
 
@@ -91,6 +92,9 @@ def _beyond(problem: Problem) -> Supported:
         return no("candidates only with a relative bias by position and time, bias only by both")
     if found - _BIAS - {"num_targets"} or problem.option("window") is not None or problem.dim("D") > 128:
         return no("relative bias without windows, context or request sharing, heads of up to 128 columns")
+    scale = float(problem.option("scale" if problem.op == "jagged_attention" else "scale_in"))
+    if not scale >= _LEAST_SCALE:
+        return no(f"relative bias beside scores that are scaled by at least {_LEAST_SCALE}, since it is held over the scale; it is {scale}")
     longest = max(int(problem.option(name, 0)) for name in ("max_q_len", "max_k_len"))
     if longest > _LONGEST_BIASED:
         return no(f"relative bias for samples of at most {_LONGEST_BIASED} rows and keys; max_q_len and max_k_len allow {longest}")

@@ -65,10 +65,11 @@ def norm_linear() -> None:
 
 def table_reads(ttgir: str) -> list[list[int]]:
     """Of each consumer: reads of the tile table before its loop over tiles, and in it for the next tile. A value that is read for the first
-    tile alone was taken for dead by the compiler (`gem_kernels.triton.hopper.common.alive`)."""
+    tile alone was taken for dead by the compiler (`gem_kernels.triton.hopper.common.alive`). A walking consumer reads all in its loop."""
     _before, _found, rest = ttgir.partition("default {")
     consumers = rest.split("partition1(")[0].split("partition0(")
-    return [[part.count(" : !tt.ptr<i32> ") for part in c.split(" = scf.for ", 1)] for c in consumers]
+    loops = [" = scf.while " if " = scf.while " in c else " = scf.for " for c in consumers]
+    return [[part.count(" : !tt.ptr<i32> ") for part in c.split(loop, 1)] for c, loop in zip(consumers, loops)]
 
 
 def told(job: str, built: Compiled) -> dict[str, object]:

@@ -260,7 +260,7 @@ def test_hopper_every_candidate(op: str, mask: str, longest: int | None, monkeyp
         monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(inputs, "choose", choose)
 
-    # items of several tiles also for so few samples
+    # programs walk also for so few samples
     monkeypatch.setattr(launch, "_LEAST_TILES", 0)
     index = 0
     while index <= most:
@@ -271,6 +271,45 @@ def test_hopper_every_candidate(op: str, mask: str, longest: int | None, monkeyp
             error = errors([mine], [other.double()])[0]
             assert error < 4e-3, f"candidate {index}, {name}: {error:.2e}"
         index += 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+def test_hopper_gradients_are_there_for_what_follows(op: str, captured: bool) -> None:
+    """The key side is launched before the query side has ended, and here is done long before it (4 programs with all keys); the kernel
+    after both must still find dQ."""
+    needs_hopper(128)
+    lengths = [torch.tensor([64]), torch.tensor([60_000])]
+    offsets = [lengths_to_offsets(n).to(DEVICE) for n in lengths]
+    leaves = [packed(n, 4, 128, torch.bfloat16, s).requires_grad_() for s, n in enumerate([lengths[0], lengths[1], lengths[1]])]
+    do = packed(lengths[0], 4, 128, torch.bfloat16, 4)
+
+    def copied() -> list[Tensor]:
+        out = public(op, *leaves, *offsets, backend="hopper-only", max_q_len=64, max_k_len=60_000)
+        found = torch.autograd.grad(out, leaves, do)
+        copies = [g.clone() for g in found]
+        for g in found:
+            g.fill_(torch.nan)
+        return copies
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = copied()
+        torch.cuda.synchronize()
+        again = copied
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                kept = copied()
+
+            def again() -> list[Tensor]:
+                graph.replay()
+                return kept
+
+        for _ in range(5):
+            got = again()
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 def test_hopper_tile_tables_know_both_sides() -> None:

@@ -6,7 +6,7 @@ With AHEAD the products Sᵀ and dPᵀ of the next tile are under way while this
 The query heads of a group follow one another, so dK and dV are written once, without atomics, through the slots of K and V
 (64 rows each: the rows of a slice of a larger slot do not lie as a box of 64 rows wants them).
 
-With PARTS > 1 an item is up to PARTS tiles, past which Q and dO move once: see `backward_dq`.
+With WALK a program walks over runs of tiles, past which Q and dO move once: see `backward_dq`.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -28,78 +28,121 @@ from gem_kernels.triton.hopper.common import (
     load_box,
     make_barriers,
     near,
-    parts_of,
+    own_run,
     pass_over_rows,
     query_range,
+    read_run,
     read_tile,
     statistics,
     store_box,
+    wait_for_former,
 )
 
 
 @gluon.jit
+def _load_rows(
+    q, dout, q_slots, do_slots, q_full, q_empty, step, first, last, row, dout_row, lq, column,
+    D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles ``first`` .. ``last`` of Q and dO; the step after them."""
+    for x in range(first, last):
+        stage = step % STAGES
+        mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), 4 * 64 * D)
+        load_box(q, row, lq, x * 64, column, q_full.index(stage), q_slots.index(stage), 64, D)
+        load_box(dout, dout_row, lq, x * 64, column, q_full.index(stage), do_slots.index(stage), 64, D)
+        step += 1
+    return step
+
+
+@gluon.jit
 def _producer(
-    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+    q, k, v, dout, table, tiles, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, BROADCAST: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr, BROADCAST: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
-    for n in range(items(total)):
-        item = item_at(n)
-        kv_head = item % HKV
-        row, lk, q_row, lq, start = read_tile(table, item, total, HKV)
-        begin = start * 0
-        for part in range(parts_of(lk - start, PARTS)):
-            n0 = start + part * 128
-            first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-            for half in gl.static_range(2):
-                at = n0 + half * 64
-                slot = tile % HELD
-                if PARTS > 1 or half == 0:
+    if WALK:
+        at, until = own_run(tiles, HKV)
+        while at < until:
+            row, lk, q_row, lq, start, parts = read_run(table, at, until, tiles)
+            column = at // tiles * D
+            begin = start * 0
+            for part in range(parts):
+                n0 = start + part * 128
+                first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+                for half in gl.static_range(2):
+                    slot = tile % HELD
                     mbarrier.wait(k_empty.index(slot), (tile // HELD & 1) ^ 1)
-                    mbarrier.expect(k_full.index(slot), 4 * (64 if PARTS > 1 else 128) * D)
-                place = slot if PARTS > 1 else 2 * slot + half
-                load_box(k, row, lk, at, kv_head * D, k_full.index(slot), k_slots.index(place), 64, D)
-                load_box(v, row, lk, at, kv_head * D, k_full.index(slot), v_slots.index(place), 64, D)
-                if PARTS > 1:
+                    mbarrier.expect(k_full.index(slot), 4 * 64 * D)
+                    load_box(k, row, lk, n0 + half * 64, column, k_full.index(slot), k_slots.index(slot), 64, D)
+                    load_box(v, row, lk, n0 + half * 64, column, k_full.index(slot), v_slots.index(slot), 64, D)
                     tile += 1
-            if PARTS > 1:
                 # what the tile before did not ask for
                 first = gl.where(part == 0, first, alive(begin))
                 begin = last
-            else:
-                tile += 1
+                step = _load_rows(q, dout, q_slots, do_slots, q_full, q_empty, step, first, last, q_row, q_row, lq, column, D, STAGES)
+            at += parts
+    else:
+        total = tiles * HKV
+        for n in range(items(total)):
+            item = item_at(n)
+            kv_head = item % HKV
+            row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
+            first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+            slot = tile % HELD
+            mbarrier.wait(k_empty.index(slot), (tile // HELD & 1) ^ 1)
+            mbarrier.expect(k_full.index(slot), 4 * 128 * D)
+            for half in gl.static_range(2):
+                load_box(k, row, lk, n0 + half * 64, kv_head * D, k_full.index(slot), k_slots.index(2 * slot + half), 64, D)
+                load_box(v, row, lk, n0 + half * 64, kv_head * D, k_full.index(slot), v_slots.index(2 * slot + half), 64, D)
+            tile += 1
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-                for x in range(first, last):
-                    stage = step % STAGES
-                    mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
-                    mbarrier.expect(q_full.index(stage), 4 * 64 * D)
-                    load_box(q, 0 if BROADCAST else q_row, lq, x * 64, head * D, q_full.index(stage), q_slots.index(stage), 64, D)
-                    load_box(dout, q_row, lq, x * 64, head * D, q_full.index(stage), do_slots.index(stage), 64, D)
-                    step += 1
+                step = _load_rows(
+                    q, dout, q_slots, do_slots, q_full, q_empty, step, first, last, 0 if BROADCAST else q_row, q_row, lq, head * D,
+                    D, STAGES,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _store_tile(
+    dk, dv, k_slots, v_slots, k_empty, done, tile, row, lk, start, column, D: gl.constexpr, HELD: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """Write TOGETHER slots of dK and dV that the consumers have filled, and give them back."""
+    slot = tile % HELD
+    mbarrier.wait(done.index(slot), tile // HELD & 1)
+    for half in gl.static_range(TOGETHER):
+        store_box(dk, row, lk, start + half * 64, column, k_slots.index(TOGETHER * slot + half), 64, D)
+        store_box(dv, row, lk, start + half * 64, column, v_slots.index(TOGETHER * slot + half), 64, D)
+    tma.store_wait(0)
+    mbarrier.arrive(k_empty.index(slot), count=1)
 
 
 @gluon.jit
 def _storer(
-    dk, dv, table, total, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr,
+    dk, dv, table, tiles, k_slots, v_slots, k_empty, done, HKV: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr,
+    WAITS: gl.constexpr,
 ):  # fmt: skip
-    TOGETHER: gl.constexpr = 1 if PARTS > 1 else 2
     tile = 0
-    for n in range(items(total)):
-        item = item_at(n)
-        row, lk, _q_row, _lq, start = read_tile(table, item, total, HKV)
-        column = item % HKV * D
-        for group in range(2 // TOGETHER * parts_of(lk - start, PARTS)):
-            slot = tile % HELD
-            mbarrier.wait(done.index(slot), tile // HELD & 1)
-            for half in gl.static_range(TOGETHER):
-                at = start + (TOGETHER * group + half) * 64
-                store_box(dk, row, lk, at, column, k_slots.index(TOGETHER * slot + half), 64, D)
-                store_box(dv, row, lk, at, column, v_slots.index(TOGETHER * slot + half), 64, D)
-            tma.store_wait(0)
-            mbarrier.arrive(k_empty.index(slot), count=1)
+    if WALK:
+        at, until = own_run(tiles, HKV)
+        while at < until:
+            row, lk, _q_row, _lq, start, parts = read_run(table, at, until, tiles)
+            for half in range(2 * parts):
+                _store_tile(dk, dv, k_slots, v_slots, k_empty, done, tile, row, lk, start + half * 64, at // tiles * D, D, HELD, 1)
+                tile += 1
+            at += parts
+    else:
+        total = tiles * HKV
+        for n in range(items(total)):
+            item = item_at(n)
+            row, lk, _q_row, _lq, start = read_tile(table, item, total, HKV)
+            _store_tile(dk, dv, k_slots, v_slots, k_empty, done, tile, row, lk, start, item % HKV * D, D, HELD, 2)
             tile += 1
+    if WAITS:
+        # What comes next in the stream waits for this kernel, not for the one before it.
+        wait_for_former()
 
 
 @gluon.jit
@@ -185,94 +228,141 @@ def _add_tile(
 
 
 @gluon.jit
-def _consumer(
-    table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+def _walking_consumer(
+    table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     dtype: gl.constexpr = q_slots.dtype
     unseen = gl.where(scale == 0.0, 0.0, -1e6 / scale)
-    step = 0
-    tile = WHO if PARTS > 1 else 0
-    _row, lk, _q_row, lq, start = read_tile(table, item_at(0), total, HKV)
-    for n in range(items(total)):
-        item = item_at(n)
-        kv_head = item % HKV
-        lq = alive(lq)
-        if PARTS > 1:
-            lk, start = alive(lk), alive(start)
-        _n_row, n_lk, _n_q_row, n_lq, n_start = read_tile(table, item_at(n + 1), total, HKV)
-        parts = parts_of(lk - start, PARTS)
+    item_step = 0
+    tile = WHO
+    at, until = own_run(tiles, HKV)
+    while at < until:
+        _row, lk, _q_row, lq, start, parts = read_run(table, at, until, tiles)
+        act_id = 0
+        if act_ids is not None:
+            act_id = gl.load(act_ids + at // tiles)
         first, last = query_range(start, gl.minimum(start + 128 * parts, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
         shift = lk - lq
-        item_step = step
         given = first
         for part in range(parts):
             own = start + part * 128 + WHO * 64
             slot = tile % HELD
-            place = slot if PARTS > 1 else 2 * slot + WHO
-            if PARTS > 1:
-                step = item_step + given - first
+            step = item_step + given - first
             mbarrier.wait(k_full.index(slot), tile // HELD & 1)
             if own < lk:
-                k_tile = k_slots.index(place)
-                v_tile = v_slots.index(place)
+                k_tile = k_slots.index(slot)
+                v_tile = v_slots.index(slot)
                 j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
                 j1 = gl.minimum(own + 64, lk)
                 dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
                 dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
                 begin, end = query_range(own, j1, lq, lk, left, right, 64, CAUSAL, WINDOW)
                 # Tiles from here on are held for the next 64 keys.
-                keep = last
-                if PARTS > 1:
-                    keep, _end = query_range(own + 128, gl.minimum(own + 192, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-                    keep = gl.where((part + 1 < parts) & (own + 128 < lk), keep, last)
-                for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-                    act_id = 0
-                    if act_ids is not None:
-                        act_id = gl.load(act_ids + head)
-                    if CAUSAL or WINDOW:
-                        step = pass_over_rows(begin - given, step, q_full, q_empty, STAGES)
-                    if begin < end:
-                        s = gl.full([64, 64], 0.0, gl.float32, s_layout)
-                        dp = s
-                        if AHEAD:
-                            s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
-                        for x in range(begin, end - 1 if AHEAD else end):
-                            if not AHEAD:
-                                s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
-                            s, dp, dk_acc, dv_acc = _add_tile(
-                                s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
-                                step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, x < keep if PARTS > 1 else True,
-                                SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, AHEAD, AHEAD,
-                            )  # fmt: skip
-                            step += 1
-                        if AHEAD:
-                            x = end - 1
-                            _s, _dp, dk_acc, dv_acc = _add_tile(
-                                s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
-                                step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, x < keep if PARTS > 1 else True,
-                                SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, True, False,
-                            )  # fmt: skip
-                            step += 1
-                    if CAUSAL or WINDOW:
-                        step = pass_over_rows(keep - end, step, q_full, q_empty, STAGES)
+                keep, _end = query_range(own + 128, gl.minimum(own + 192, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+                keep = gl.where((part + 1 < parts) & (own + 128 < lk), keep, last)
+                step = pass_over_rows(begin - given, step, q_full, q_empty, STAGES)
+                if begin < end:
+                    s = gl.full([64, 64], 0.0, gl.float32, s_layout)
+                    dp = s
+                    for x in range(begin, end):
+                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                        s, dp, dk_acc, dv_acc = _add_tile(
+                            s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+                            step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, x < keep,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, False, False,
+                        )  # fmt: skip
+                        step += 1
+                step = pass_over_rows(keep - end, step, q_full, q_empty, STAGES)
                 given = keep
                 k_tile.store((dk_acc * ds_scale).to(dtype))
                 v_tile.store((dv_acc * dv_scale).to(dtype))
                 fence_async_shared()
             else:
                 # No key of this half belongs to the sample: keep the ring going.
-                step = pass_over_rows((last - given) * GROUP, step, q_full, q_empty, STAGES)
+                step = pass_over_rows(last - given, step, q_full, q_empty, STAGES)
                 given = last
             mbarrier.arrive(done.index(slot), count=1)
-            tile += 2 if PARTS > 1 else 1
-        if PARTS > 1:
-            step = item_step + last - first
+            tile += 2
+        item_step += last - first
+        at += parts
+
+
+@gluon.jit
+def _consumer(
+    table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+    act_ids, left, right, scale, ds_scale, dv_scale,
+    WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
+    ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    dtype: gl.constexpr = q_slots.dtype
+    unseen = gl.where(scale == 0.0, 0.0, -1e6 / scale)
+    step = 0
+    total = tiles * HKV
+    _row, lk, _q_row, lq, start = read_tile(table, item_at(0), total, HKV)
+    for n in range(items(total)):
+        item = item_at(n)
+        kv_head = item % HKV
+        lq = alive(lq)
+        _n_row, n_lk, _n_q_row, n_lq, n_start = read_tile(table, item_at(n + 1), total, HKV)
+        first, last = query_range(start, gl.minimum(start + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+        shift = lk - lq
+        own = start + WHO * 64
+        slot = n % HELD
+        mbarrier.wait(k_full.index(slot), n // HELD & 1)
+        if own < lk:
+            k_tile = k_slots.index(2 * slot + WHO)
+            v_tile = v_slots.index(2 * slot + WHO)
+            j = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            j1 = gl.minimum(own + 64, lk)
+            dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            begin, end = query_range(own, j1, lq, lk, left, right, 64, CAUSAL, WINDOW)
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                act_id = 0
+                if act_ids is not None:
+                    act_id = gl.load(act_ids + head)
+                if CAUSAL or WINDOW:
+                    step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
+                if begin < end:
+                    s = gl.full([64, 64], 0.0, gl.float32, s_layout)
+                    dp = s
+                    if AHEAD:
+                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                    for x in range(begin, end - 1 if AHEAD else end):
+                        if not AHEAD:
+                            s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                        s, dp, dk_acc, dv_acc = _add_tile(
+                            s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+                            step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, True,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, AHEAD, AHEAD,
+                        )  # fmt: skip
+                        step += 1
+                    if AHEAD:
+                        x = end - 1
+                        _s, _dp, dk_acc, dv_acc = _add_tile(
+                            s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+                            step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, True,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, True, False,
+                        )  # fmt: skip
+                        step += 1
+                if CAUSAL or WINDOW:
+                    step = pass_over_rows(last - end, step, q_full, q_empty, STAGES)
+            k_tile.store((dk_acc * ds_scale).to(dtype))
+            v_tile.store((dv_acc * dv_scale).to(dtype))
+            fence_async_shared()
+        else:
+            # No key of this half belongs to the sample: keep the ring going.
+            step = pass_over_rows((last - first) * GROUP, step, q_full, q_empty, STAGES)
+        mbarrier.arrive(done.index(slot), count=1)
         lk, lq, start = n_lk, n_lq, n_start
 
 
@@ -283,58 +373,58 @@ def hopper_bwd_dkdv_kernel(
     scale, ds_scale, dv_scale, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    PARTS: gl.constexpr, AHEAD: gl.constexpr, BROADCAST: gl.constexpr, num_warps: gl.constexpr,
+    WALK: gl.constexpr, AHEAD: gl.constexpr, BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
     fill_rows(dv, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
-    total = gl.load(tile_count) * HKV
+    tiles = gl.load(tile_count)
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    k_slots = gl.allocate_shared_memory(dtype, [HELD if PARTS > 1 else 2 * HELD, 64, D], tile)
-    v_slots = gl.allocate_shared_memory(dtype, [HELD if PARTS > 1 else 2 * HELD, 64, D], tile)
+    k_slots = gl.allocate_shared_memory(dtype, [HELD if WALK else 2 * HELD, 64, D], tile)
+    v_slots = gl.allocate_shared_memory(dtype, [HELD if WALK else 2 * HELD, 64, D], tile)
     q_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     do_slots = gl.allocate_shared_memory(dtype, [STAGES, 64, D], tile)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, 64], flat)
     q_full, q_empty = make_barriers(STAGES, 2 if SOFTMAX else 1), make_barriers(STAGES, 2)
-    k_full, k_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 1 if PARTS > 1 else 2)
+    k_full, k_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 1 if WALK else 2)
     fence_async_shared()
     if SOFTMAX:
         gl.warp_specialize(
             [
                 (
-                    _consumer,
+                    _walking_consumer if WALK else _consumer,
                     (
-                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+                        table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, PARTS, AHEAD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
-                    _consumer,
+                    _walking_consumer if WALK else _consumer,
                     (
-                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+                        table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, PARTS, AHEAD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
                     _producer,
                     (
-                        q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
-                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, PARTS, BROADCAST,
+                        q, k, v, dout, table, tiles, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, WALK, BROADCAST,
                     ),
                 ),
                 (
                     statistics,
                     (
-                        lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-                        HKV, GROUP, CAUSAL, WINDOW, STAGES, PARTS,
+                        lse, delta, table, tiles, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
+                        HKV, GROUP, CAUSAL, WINDOW, STAGES, WALK,
                     ),
                 ),
-                (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD, PARTS)),
+                (_storer, (dk_box, dv_box, table, tiles, k_slots, v_slots, k_empty, done, HKV, D, HELD, WALK, False)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
@@ -343,29 +433,29 @@ def hopper_bwd_dkdv_kernel(
         gl.warp_specialize(
             [
                 (
-                    _consumer,
+                    _walking_consumer if WALK else _consumer,
                     (
-                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+                        table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, PARTS, AHEAD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
-                    _consumer,
+                    _walking_consumer if WALK else _consumer,
                     (
-                        table, total, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
+                        table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, PARTS, AHEAD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
                     ),
                 ),
                 (
                     _producer,
                     (
-                        q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
-                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, PARTS, BROADCAST,
+                        q, k, v, dout, table, tiles, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, left, right,
+                        HKV, GROUP, D, CAUSAL, WINDOW, STAGES, HELD, WALK, BROADCAST,
                     ),
                 ),
-                (_storer, (dk_box, dv_box, table, total, k_slots, v_slots, k_empty, done, HKV, D, HELD, PARTS)),
+                (_storer, (dk_box, dv_box, table, tiles, k_slots, v_slots, k_empty, done, HKV, D, HELD, WALK, True)),
             ],
             [4, 1, 1],
             [240, 24, 24],

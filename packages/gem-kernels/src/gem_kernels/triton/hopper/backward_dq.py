@@ -9,8 +9,9 @@ the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one d
 With TRANSPOSED the rows are keys and the columns queries: given K and V to hold, Q and dO to stream, the kernel computes dK of `gdpa`,
 which needs nothing else of a column. Heads of 256 columns leave room for three slots, which K and V share.
 
-With PARTS > 1 an item is up to PARTS tiles of a sequence with itself, each of whose rows see few keys: K and V pass by once, and each
-warpgroup gives a tile of them back when none of its rows to come sees it. Q and dO then have a slot for every 64 rows.
+With WALK a program has a run of tiles of sequences with themselves, each of whose rows see few keys, and all programs have as many: past
+the tiles of a sequence K and V pass by once, and each warpgroup gives a tile of them back when none of its rows to come sees it. Q and dO
+then have a slot for every 64 rows.
 """
 
 # ruff: noqa: SIM102 - a constexpr condition stands alone, so that what it guards is not compiled when it is false
@@ -29,12 +30,14 @@ from gem_kernels.triton.hopper.common import (
     folded_value_and_slope,
     item_at,
     items,
+    let_next_begin,
     load_box,
     make_barriers,
-    parts_of,
+    own_run,
     pass_over,
     prefetch,
     prefetch_rows,
+    read_run,
     read_tile,
     ring_slot,
     seen_by,
@@ -45,73 +48,122 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def _load_columns(
+    k, v, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step, first, last, k_row, lk, column,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles ``first`` .. ``last`` of K and V; the step after them."""
+    for x in range(first, last):
+        stage, phase = ring_slot(step, 0, STAGES, D > 128)
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
+        load_box(k, k_row, lk, x * BLOCK_N, column, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
+        stage, phase = ring_slot(step, 1, STAGES, D > 128)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
+        load_box(v, k_row, lk, x * BLOCK_N, column, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _fetch_rows(out, lse, all_rows, row, lq, m0, head, stride_on, stride_oh, D: gl.constexpr):
+    """O and lse of a tile, which the consumers read themselves when they get to it, into the L2 cache."""
+    prefetch_rows(out, row, lq, m0, stride_on, head.to(gl.int64) * stride_oh, 128, D)
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    prefetch((lse + head.to(gl.int64) * all_rows + row + gl.minimum(m0 + 4 * lane, lq - 1)).to(gl.int64, bitcast=True))
+
+
+@gluon.jit
 def _producer(
-    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
+    q, k, v, dout, table, tiles, q_slots, do_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right,
     out, lse, all_rows, stride_on, stride_oh,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, BROADCAST: gl.constexpr, SOFTMAX: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr, BROADCAST: gl.constexpr, SOFTMAX: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     step = 0
     tile = 0
-    for n in range(items(total)):
-        item = item_at(n)
-        head = item % H
-        row, lq, k_row, lk, start = read_tile(table, item, total, H)
-        begin = start * 0
-        for part in range(parts_of(lq - start, PARTS)):
-            m0 = start + part * 128
-            m1 = gl.minimum(m0 + 128, lq)
-            first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-            for half in gl.static_range(2):
-                at = m0 + half * 64
-                slot = tile % HELD
-                if PARTS > 1 or half == 0:
+    if WALK:
+        at, until = own_run(tiles, H)
+        while at < until:
+            row, lq, k_row, lk, start, parts = read_run(table, at, until, tiles)
+            head = at // tiles
+            begin = start * 0
+            for part in range(parts):
+                m0 = start + part * 128
+                m1 = gl.minimum(m0 + 128, lq)
+                first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+                for half in gl.static_range(2):
+                    slot = tile % HELD
                     mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
-                    mbarrier.expect(q_full.index(slot), 4 * (64 if PARTS > 1 else 128) * D)
-                place = slot if PARTS > 1 else 2 * slot + half
-                load_box(q, 0 if BROADCAST else row, lq, at, head * D, q_full.index(slot), q_slots.index(place), 64, D)
-                load_box(dout, row, lq, at, head * D, q_full.index(slot), do_slots.index(place), 64, D)
-                if PARTS > 1:
+                    mbarrier.expect(q_full.index(slot), 4 * 64 * D)
+                    load_box(q, row, lq, m0 + half * 64, head * D, q_full.index(slot), q_slots.index(slot), 64, D)
+                    load_box(dout, row, lq, m0 + half * 64, head * D, q_full.index(slot), do_slots.index(slot), 64, D)
                     tile += 1
-            if SOFTMAX:
-                # The consumers read these themselves when they get to the tile.
-                prefetch_rows(out, row, lq, m0, stride_on, head.to(gl.int64) * stride_oh, 128, D)
-                lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-                prefetch((lse + head.to(gl.int64) * all_rows + row + gl.minimum(m0 + 4 * lane, lq - 1)).to(gl.int64, bitcast=True))
-            if PARTS > 1:
+                if SOFTMAX:
+                    _fetch_rows(out, lse, all_rows, row, lq, m0, head, stride_on, stride_oh, D)
                 # what the tile before did not ask for
                 first = gl.where(part == 0, first, alive(begin))
                 begin = last
-            else:
-                tile += 1
-            for x in range(first, last):
-                stage, phase = ring_slot(step, 0, STAGES, D > 128)
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), 2 * BLOCK_N * D)
-                load_box(k, k_row, lk, x * BLOCK_N, head // GROUP * D, k_full.index(stage), k_slots.index(stage), BLOCK_N, D)
-                stage, phase = ring_slot(step, 1, STAGES, D > 128)
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), 2 * BLOCK_N * D)
-                load_box(v, k_row, lk, x * BLOCK_N, head // GROUP * D, v_full.index(stage), v_slots.index(stage), BLOCK_N, D)
-                step += 1
+                step = _load_columns(
+                    k, v, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step, first, last, k_row, lk, head * D, D, BLOCK_N, STAGES
+                )
+            at += parts
+    else:
+        total = tiles * H
+        for n in range(items(total)):
+            item = item_at(n)
+            head = item % H
+            row, lq, k_row, lk, m0 = read_tile(table, item, total, H)
+            m1 = gl.minimum(m0 + 128, lq)
+            first, last, _free0, _free1 = column_range(m0, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+            slot = tile % HELD
+            mbarrier.wait(q_empty.index(slot), (tile // HELD & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), 4 * 128 * D)
+            for half in gl.static_range(2):
+                q_row = 0 if BROADCAST else row
+                load_box(q, q_row, lq, m0 + half * 64, head * D, q_full.index(slot), q_slots.index(2 * slot + half), 64, D)
+                load_box(dout, row, lq, m0 + half * 64, head * D, q_full.index(slot), do_slots.index(2 * slot + half), 64, D)
+            tile += 1
+            if SOFTMAX:
+                _fetch_rows(out, lse, all_rows, row, lq, m0, head, stride_on, stride_oh, D)
+            step = _load_columns(
+                k, v, k_slots, v_slots, k_full, k_empty, v_full, v_empty, step, first, last, k_row, lk, head // GROUP * D,
+                D, BLOCK_N, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
-def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr):
-    TOGETHER: gl.constexpr = 1 if PARTS > 1 else 2
+def _store_tile(
+    dq, q_slots, q_empty, done, tile, row, lq, start, column, D: gl.constexpr, HELD: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """Write TOGETHER slots of dQ that the consumers have filled, and give them back."""
+    slot = tile % HELD
+    mbarrier.wait(done.index(slot), tile // HELD & 1)
+    for half in gl.static_range(TOGETHER):
+        store_box(dq, row, lq, start + half * 64, column, q_slots.index(TOGETHER * slot + half), 64, D)
+    tma.store_wait(0)
+    mbarrier.arrive(q_empty.index(slot), count=1)
+
+
+@gluon.jit
+def _storer(dq, table, tiles, q_slots, q_empty, done, H: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr):
     tile = 0
-    for n in range(items(total)):
-        item = item_at(n)
-        row, lq, _k_row, _lk, start = read_tile(table, item, total, H)
-        for group in range(2 // TOGETHER * parts_of(lq - start, PARTS)):
-            slot = tile % HELD
-            mbarrier.wait(done.index(slot), tile // HELD & 1)
-            for half in gl.static_range(TOGETHER):
-                at = start + (TOGETHER * group + half) * 64
-                store_box(dq, row, lq, at, item % H * D, q_slots.index(TOGETHER * slot + half), 64, D)
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(slot), count=1)
+    if WALK:
+        at, until = own_run(tiles, H)
+        while at < until:
+            row, lq, _k_row, _lk, start, parts = read_run(table, at, until, tiles)
+            for half in range(2 * parts):
+                _store_tile(dq, q_slots, q_empty, done, tile, row, lq, start + half * 64, at // tiles * D, D, HELD, 1)
+                tile += 1
+            at += parts
+    else:
+        total = tiles * H
+        for n in range(items(total)):
+            item = item_at(n)
+            row, lq, _k_row, _lk, start = read_tile(table, item, total, H)
+            _store_tile(dq, q_slots, q_empty, done, tile, row, lq, start, item % H * D, D, HELD, 2)
             tile += 1
 
 
@@ -193,12 +245,95 @@ def _row_sums(o_rows, do_tile, lse_i, delta, i, lq, delta_scale, wide: gl.conste
 
 
 @gluon.jit
-def _consumer(
-    out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots, q_full, done, k_full, k_empty, v_full, v_empty,
+def _read_rows(out, lse, row, i, own, lq, head, stride_on, stride_oh, D: gl.constexpr, wide: gl.constexpr):
+    """O and lse of 64 rows."""
+    r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+    at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
+    return gl.load(at, (r < lq)[:, None], 0.0), gl.load(lse + i, i < lq, float("-inf"))
+
+
+@gluon.jit
+def _walking_consumer(
+    out, lse, delta, table, tiles, q_slots, do_slots, k_slots, v_slots, q_full, done, k_full, k_empty, v_full, v_empty,
     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q_slots.dtype
+    item_step = 0
+    tile = WHO
+    at, until = own_run(tiles, H)
+    while at < until:
+        row, lq, _k_row, lk, start, parts = read_run(table, at, until, tiles)
+        head = at // tiles
+        act_id = 0
+        if act_ids is not None:
+            act_id = gl.load(act_ids + head)
+        m1 = gl.minimum(start + 128 * parts, lq)
+        first, last, _free0, _free1 = column_range(start, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+        at_row = head.to(gl.int64) * rows + row
+        given = first
+        for part in range(parts):
+            own = start + part * 128 + WHO * 64
+            slot = tile % HELD
+            step = item_step + given - first
+            if own < lq:
+                m1 = gl.minimum(own + 64, lq)
+                begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+                # Tiles from here on are held for the next 64 rows.
+                m1 = gl.minimum(own + 192, lq)
+                keep, _end, _free0, _free1 = column_range(own + 128, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+                keep = gl.where((part + 1 < parts) & (own + 128 < lq), keep, last)
+                q_tile = q_slots.index(slot)
+                do_tile = do_slots.index(slot)
+                i = own + gl.arange(0, 64, layout=row_layout)
+                lse_i = 0.0
+                delta_i = 0.0
+                if SOFTMAX:
+                    o_rows, lse_i = _read_rows(out, lse + at_row, row, i, own, lq, head, stride_on, stride_oh, D, wide)
+                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+                if SOFTMAX:
+                    lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+                acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+                step = pass_over(begin - given, step, k_full, k_empty, v_full, v_empty, STAGES, False)
+                if begin < end:
+                    s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+                    dp = s
+                    for x in range(begin, end):
+                        s, dp, acc = _add_tile(
+                            s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                            step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id, x < keep,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, 0, False,
+                        )  # fmt: skip
+                        step += 1
+                step = pass_over(keep - end, step, k_full, k_empty, v_full, v_empty, STAGES, False)
+                given = keep
+                q_tile.store((acc * ds_scale).to(dtype))
+                fence_async_shared()
+            else:
+                # No row of this half belongs to the sample.
+                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
+                step = pass_over(last - given, step, k_full, k_empty, v_full, v_empty, STAGES, False)
+                given = last
+            mbarrier.arrive(done.index(slot), count=1)
+            tile += 2
+        item_step += last - first
+        at += parts
+
+
+@gluon.jit
+def _consumer(
+    out, lse, delta, table, tiles, q_slots, do_slots, k_slots, v_slots, q_full, done, k_full, k_empty, v_full, v_empty,
+    act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
+    WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
+    FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -206,100 +341,75 @@ def _consumer(
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_slots.dtype
     step = 0
-    tile = WHO if PARTS > 1 else 0
+    total = tiles * H
     row, lq, _k_row, lk, start = read_tile(table, item_at(0), total, H)
     for n in range(items(total)):
         item = item_at(n)
         head = item % H
         lk = alive(lk)
-        if PARTS > 1:
-            lq, start = alive(lq), alive(start)
         n_row, n_lq, _n_k_row, n_lk, n_start = read_tile(table, item_at(n + 1), total, H)
-        parts = parts_of(lq - start, PARTS)
-        m1 = gl.minimum(start + 128 * parts, lq)
+        m1 = gl.minimum(start + 128, lq)
         first, last, _free0, _free1 = column_range(start, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-        item_step = step
-        given = first
-        for part in range(parts):
-            own = start + part * 128 + WHO * 64
-            slot = tile % HELD
-            place = slot if PARTS > 1 else 2 * slot + WHO
-            if PARTS > 1:
-                step = item_step + given - first
-            if own < lq:
-                m1 = gl.minimum(own + 64, lq)
-                begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-                # Tiles from here on are held for the next 64 rows.
-                keep = last
-                if PARTS > 1:
-                    m1 = gl.minimum(own + 192, lq)
-                    keep, _end, _free0, _free1 = column_range(own + 128, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
-                    keep = gl.where((part + 1 < parts) & (own + 128 < lq), keep, last)
-                i = own + gl.arange(0, 64, layout=row_layout)
-                q_tile = q_slots.index(place)
-                do_tile = do_slots.index(place)
-                act_id = 0
-                if act_ids is not None:
-                    act_id = gl.load(act_ids + head)
-                lse_i = 0.0
-                delta_i = 0.0
-                o_rows = 0.0
-                if SOFTMAX:
-                    r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
-                    c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
-                    at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
-                    o_rows = gl.load(at, (r < lq)[:, None], 0.0)
-                    lse_i = gl.load(lse + head.to(gl.int64) * rows + row + i, i < lq, float("-inf"))
-                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-                at_row = head.to(gl.int64) * rows + row
-                if SOFTMAX and AHEAD < 2:
-                    lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-                acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-                if CAUSAL or WINDOW:
-                    step = pass_over(begin - given, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
-                if begin < end:
-                    s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
-                    dp = s
-                    if AHEAD:
-                        s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
-                    if AHEAD == 2:
-                        dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
-                    lse_x = lse_i
-                    delta_x = delta_i
-                    if SOFTMAX and AHEAD == 2:
-                        lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-                    for x in range(begin, end - 1 if AHEAD else end):
-                        s, dp, acc = _add_tile(
-                            s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                            step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, x < keep if PARTS > 1 else True,
-                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
-                        )  # fmt: skip
-                        step += 1
-                    if AHEAD:
-                        x = end - 1
-                        _s, _dp, acc = _add_tile(
-                            s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                            step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, x < keep if PARTS > 1 else True,
-                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
-                        )  # fmt: skip
-                        step += 1
-                else:
-                    if SOFTMAX and AHEAD == 2:
-                        _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-                if CAUSAL or WINDOW:
-                    step = pass_over(keep - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
-                given = keep
-                q_tile.store((acc * ds_scale).to(dtype))
-                fence_async_shared()
+        own = start + WHO * 64
+        slot = n % HELD
+        if own < lq:
+            m1 = gl.minimum(own + 64, lq)
+            begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+            i = own + gl.arange(0, 64, layout=row_layout)
+            q_tile = q_slots.index(2 * slot + WHO)
+            do_tile = do_slots.index(2 * slot + WHO)
+            act_id = 0
+            if act_ids is not None:
+                act_id = gl.load(act_ids + head)
+            at_row = head.to(gl.int64) * rows + row
+            lse_i = 0.0
+            delta_i = 0.0
+            if SOFTMAX:
+                o_rows, lse_i = _read_rows(out, lse + at_row, row, i, own, lq, head, stride_on, stride_oh, D, wide)
+            mbarrier.wait(q_full.index(slot), n // HELD & 1)
+            if SOFTMAX and AHEAD < 2:
+                lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+            acc = gl.full([64, D], 0.0, gl.float32, o_layout)
+            if CAUSAL or WINDOW:
+                step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+            if begin < end:
+                s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
+                dp = s
+                if AHEAD:
+                    s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
+                if AHEAD == 2:
+                    dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
+                lse_x = lse_i
+                delta_x = delta_i
+                if SOFTMAX and AHEAD == 2:
+                    lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+                for x in range(begin, end - 1 if AHEAD else end):
+                    s, dp, acc = _add_tile(
+                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, True,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
+                    )  # fmt: skip
+                    step += 1
+                if AHEAD:
+                    x = end - 1
+                    _s, _dp, acc = _add_tile(
+                        s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, True,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
+                    )  # fmt: skip
+                    step += 1
             else:
-                # No row of this half belongs to the sample.
-                mbarrier.wait(q_full.index(slot), tile // HELD & 1)
-                step = pass_over(last - given, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
-                given = last
-            mbarrier.arrive(done.index(slot), count=1)
-            tile += 2 if PARTS > 1 else 1
-        if PARTS > 1:
-            step = item_step + last - first
+                if SOFTMAX and AHEAD == 2:
+                    _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+            if CAUSAL or WINDOW:
+                step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+            q_tile.store((acc * ds_scale).to(dtype))
+            fence_async_shared()
+        else:
+            # No row of this half belongs to the sample.
+            mbarrier.wait(q_full.index(slot), n // HELD & 1)
+            step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+        mbarrier.arrive(done.index(slot), count=1)
         row, lq, lk, start = n_row, n_lq, n_lk, n_start
 
 
@@ -309,21 +419,22 @@ def hopper_bwd_dq_kernel(
     scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
         fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
-    total = gl.load(tile_count) * H
+    let_next_begin()
+    tiles = gl.load(tile_count)
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    q_slots = gl.allocate_shared_memory(dtype, [HELD if PARTS > 1 else 2 * HELD, 64, D], tile)
-    do_slots = gl.allocate_shared_memory(dtype, [HELD if PARTS > 1 else 2 * HELD, 64, D], tile)
+    q_slots = gl.allocate_shared_memory(dtype, [HELD if WALK else 2 * HELD, 64, D], tile)
+    do_slots = gl.allocate_shared_memory(dtype, [HELD if WALK else 2 * HELD, 64, D], tile)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_slots = k_slots
     if D <= 128:
         v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    q_full, q_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 1 if PARTS > 1 else 2)
+    q_full, q_empty, done = make_barriers(HELD, 1), make_barriers(HELD, 1), make_barriers(HELD, 1 if WALK else 2)
     k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     v_full, v_empty = k_full, k_empty
     if D <= 128:
@@ -332,32 +443,32 @@ def hopper_bwd_dq_kernel(
     gl.warp_specialize(
         [
             (
-                _consumer,
+                _walking_consumer if WALK else _consumer,
                 (
-                    out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
+                    out, lse, delta, table, tiles, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, PARTS, AHEAD, TRANSPOSED,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
                 ),
             ),
             (
-                _consumer,
+                _walking_consumer if WALK else _consumer,
                 (
-                    out, lse, delta, table, total, q_slots, do_slots, k_slots, v_slots,
+                    out, lse, delta, table, tiles, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, PARTS, AHEAD, TRANSPOSED,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
                 ),
             ),
             (
                 _producer,
                 (
-                    q, k, v, dout, table, total, q_slots, do_slots, k_slots, v_slots,
+                    q, k, v, dout, table, tiles, q_slots, do_slots, k_slots, v_slots,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, left, right, out, lse, rows, stride_on, stride_oh,
-                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, PARTS, q_offsets is None, SOFTMAX, TRANSPOSED,
+                    H, GROUP, D, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, WALK, q_offsets is None, SOFTMAX, TRANSPOSED,
                 ),
             ),
-            (_storer, (dq_box, table, total, q_slots, q_empty, done, H, D, HELD, PARTS)),
+            (_storer, (dq_box, table, tiles, q_slots, q_empty, done, H, D, HELD, WALK)),
         ],
         [4, 1, 1],
         [240, 24, 24],

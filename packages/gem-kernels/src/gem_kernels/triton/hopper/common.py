@@ -49,6 +49,26 @@ def read_tile(table, item, total, H: gl.constexpr):
 
 
 @gluon.jit
+def own_run(tiles, H: gl.constexpr):
+    """(first, one past the last) of the tiles that a walking program has of ``tiles`` of every head, which are numbered head by head: as
+    many as any other has. Where whole programs belong to a head, neighbours among these have the same rows of different heads."""
+    programs = gl.num_programs(0)
+    own = gl.program_id(0)
+    if programs % H == 0:
+        own = own % H * (programs // H) + own // H
+    total = (tiles * H).to(gl.int64)
+    return (own * total // programs).to(gl.int32), ((own + 1) * total // programs).to(gl.int32)
+
+
+@gluon.jit
+def read_run(table, at, until, tiles):
+    """(first row, rows, first row of the other side, rows there, start, tiles) of the item of a walking program that begins at tile ``at``:
+    what its run, which ends before ``until``, has of a sample and head."""
+    row, rows, other_row, other_rows, start = read_tile(table, at % tiles, tiles, 1)
+    return row, rows, other_row, other_rows, start, gl.minimum((rows - start + 127) // 128, until - at)
+
+
+@gluon.jit
 def parts_of(rows, PARTS: gl.constexpr):
     """Tiles of an item of up to PARTS tiles that has ``rows`` rows from its first tile on."""
     return gl.minimum((rows + 127) // 128, PARTS) if PARTS > 1 else 1
@@ -303,29 +323,64 @@ def folded_value_and_slope(s, scale, FOLDED: gl.constexpr):
 
 
 @gluon.jit
-def statistics(
-    lse, delta, table, total, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
-    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr = 1,
+def wait_for_former():
+    """Until the kernel before this one in the stream is complete, where this one was launched early (`launch_pdl`); nothing otherwise."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_begin():
+    """The next kernel, where it is launched early, may have the SMs that this one's programs leave."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fill_statistics(
+    lse, delta, lse_slots, delta_slots, q_full, q_empty, step, head, rows, q_row, lq, first, last, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """lse in powers of two and delta of every query tile, into shared memory beside Q."""
+    """`statistics` of tiles ``first`` .. ``last`` of a sample; the step after them."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    for x in range(first, last):
+        i = x * 64 + gl.arange(0, 64, layout=layout)
+        at = head.to(gl.int64) * rows + q_row + i
+        lse_i = gl.load(lse + at, i < lq, float("-inf"))
+        delta_i = gl.load(delta + at, i < lq, 0.0)
+        # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
+        lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+        stage = step % STAGES
+        mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
+        lse_slots.index(stage).store(lse_i)
+        delta_slots.index(stage).store(delta_i)
+        mbarrier.arrive(q_full.index(stage), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def statistics(
+    lse, delta, table, tiles, lse_slots, delta_slots, q_full, q_empty, rows, left, right,
+    HKV: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr,
+):  # fmt: skip
+    """lse in powers of two and delta of every query tile, into shared memory beside Q. The kernel before this one writes delta."""
+    wait_for_former()
     step = 0
-    for n in range(items(total)):
-        item = item_at(n)
-        kv_head = item % HKV
-        _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
-        first, last = query_range(n0, gl.minimum(n0 + 128 * PARTS, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for x in range(first, last):
-                i = x * 64 + gl.arange(0, 64, layout=layout)
-                at = head.to(gl.int64) * rows + q_row + i
-                lse_i = gl.load(lse + at, i < lq, float("-inf"))
-                delta_i = gl.load(delta + at, i < lq, 0.0)
-                # Rows outside the sample and rows that see no key must give P = 2^(S - inf) = 0.
-                lse_i = gl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-                stage = step % STAGES
-                mbarrier.wait(q_empty.index(stage), (step // STAGES & 1) ^ 1)
-                lse_slots.index(stage).store(lse_i)
-                delta_slots.index(stage).store(delta_i)
-                mbarrier.arrive(q_full.index(stage), count=1)
-                step += 1
+    if WALK:
+        at, until = own_run(tiles, HKV)
+        while at < until:
+            _row, lk, q_row, lq, start, parts = read_run(table, at, until, tiles)
+            first, last = query_range(start, gl.minimum(start + 128 * parts, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+            step = _fill_statistics(
+                lse, delta, lse_slots, delta_slots, q_full, q_empty, step, at // tiles, rows, q_row, lq, first, last, STAGES,
+            )  # fmt: skip
+            at += parts
+    else:
+        total = tiles * HKV
+        for n in range(items(total)):
+            item = item_at(n)
+            kv_head = item % HKV
+            _row, lk, q_row, lq, n0 = read_tile(table, item, total, HKV)
+            first, last = query_range(n0, gl.minimum(n0 + 128, lk), lq, lk, left, right, 64, CAUSAL, WINDOW)
+            for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                step = _fill_statistics(
+                    lse, delta, lse_slots, delta_slots, q_full, q_empty, step, head, rows, q_row, lq, first, last, STAGES,
+                )  # fmt: skip

@@ -1,14 +1,13 @@
 """From tensors to launches of the Hopper kernels, pass by pass.
 
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
-tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (tiles past which the streamed side moves once), AHEAD
-(products of the next tile issued before this one's are done; in the forward pass 2: the next query tile's, too), REGS (Q is multiplied
-from registers), FUSED (backward in one kernel).
+tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (forward: query tiles for which keys are loaded once), WALK
+(backward: a program walks past a run of tiles, for which the streamed side moves once), AHEAD (products of the next tile issued before this
+one's are done; in the forward pass 2: the next query tile's, too), REGS (Q is multiplied from registers), FUSED (backward in one kernel).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +29,8 @@ Saved = tuple[Tensor | None, ...]
 _PORTABLE: Config = {"GLUON": 0}
 _ROWS = 128
 _HELD_KEYS: tuple[Config, ...] = ({}, {"AHEAD": 1}, {"AHEAD": 2})
-_WALK: Config = {"STAGES": 4, "HELD": 3, "PARTS": 16}
-_LEAST_ITEMS = 4
+_WALK: Config = {"STAGES": 4, "HELD": 3, "WALK": 1}
+_LEAST_TILES = 64
 
 
 def forward(problem: Problem, tensors: Saved, gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -132,14 +131,14 @@ def _key_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
 
 
 def _walking(x: Inputs, config: Config, otherwise: Config) -> Config:
-    """``config``, or ``otherwise`` where its items of PARTS tiles cannot be: what they keep for the next tile must leave a slot free (64
-    rows see at most STAGES + 1 tiles), and there must be _LEAST_ITEMS for an SM."""
-    p, parts = x.plan, config.get("PARTS", 1)
-    if parts == 1:
+    """``config``, or ``otherwise`` where its programs cannot walk: what they keep for the next tile must leave a slot free (64 rows see at
+    most STAGES + 1 tiles), and a program must have _LEAST_TILES of 128 rows."""
+    p = x.plan
+    if not config.get("WALK"):
         return config
     seen = 1 + -(-p.left // 64) + (0 if p.causal else -(-p.right // 64))
     fits = x.q_offsets is x.k_offsets and p.group == 1 and seen <= config["STAGES"] + 1
-    return config if fits and (compiling() or x.out_rows * p.heads >= _LEAST_ITEMS * x.info.sms * parts * _ROWS) else otherwise
+    return config if fits and (compiling() or x.out_rows * p.heads >= _LEAST_TILES * x.info.sms * _ROWS) else otherwise
 
 
 def _by_box(x: Inputs) -> None:
@@ -249,7 +248,7 @@ def _slope_sum(
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
         tiles.table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
-        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "PARTS": 1, **config}, **_constants(x),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "WALK": 0, **config}, **_constants(x),
     )  # fmt: skip
 
 
@@ -266,25 +265,24 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
     delta = torch.empty(p.heads, x.out_rows, dtype=torch.float32, device=x.device) if p.softmax else None
     constants = _constants(x)
 
-    @functools.cache
-    def rows(parts: int) -> TileList:
-        return x.q_tiles(_ROWS * parts, True)
+    # Both lists are there before the first kernel, so that nothing is between the two, of which the second one is launched early.
+    keys = x.q_tiles(_ROWS, True) if x.q_offsets is x.k_offsets and not p.causal else x.k_tiles(_ROWS, True)
 
     def query_side(config: Config) -> None:
         config = _walking(x, config, {"BLOCK_N": 64, "STAGES": 3, "HELD": 2})
-        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows(config.get("PARTS", 1)), x.q_offsets, config, (out, lse, delta))
+        # A run goes from the first tile to the last, also of a causal mask.
+        rows = keys if config.get("WALK") else x.q_tiles(_ROWS, True)
+        _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, x.q_offsets, config, (out, lse, delta))
 
     def key_side(config: Config) -> None:
-        config = {"PARTS": 1, **_walking(x, config, {"STAGES": 3, "HELD": 2, "AHEAD": 0})}
-        parts = config["PARTS"]
-        keys = rows(parts) if x.q_offsets is x.k_offsets and not p.causal else x.k_tiles(_ROWS * parts, True)
+        config = {"WALK": 0, **_walking(x, config, {"STAGES": 3, "HELD": 2, "AHEAD": 0})}
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, keys.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,
             keys.table, keys.count, x.k_offsets, x.act_ids,
             x.batch, x.out_rows, x.k.shape[0],
             p.left, p.right, p.scale, _slope_scale(p), _value_scale(p), dk.stride(0),
-            HKV=p.kv_heads, BROADCAST=p.broadcast, **config, **constants,
+            HKV=p.kv_heads, BROADCAST=p.broadcast, launch_pdl=True, **config, **constants,
         )  # fmt: skip
 
     choose_and_run(x, "hopper.dq", _query_side, query_side)

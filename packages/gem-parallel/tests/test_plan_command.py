@@ -329,10 +329,11 @@ def test_what_could_be_saved_is_said(config: Path, monkeypatch: pytest.MonkeyPat
         assert main([*base, *more]) == 0
         told.append(capsys.readouterr().out)
     assert "what is exposed most" in told[0]
-    assert "The host bounds the step" in told[0]
-    assert "train.capture = true" in told[0]
+    assert re.search(r"Launches cost [\d.,]+ ms of the step: train\.capture = true .* would take [\d.,]+ ms", " ".join(told[0].split()))
     assert re.search(r"tables [\d.]+ MB by", told[0])
-    assert "The host bounds" not in told[1]
+    assert "Launches" not in told[1]
+    assert main([*base, "--given", "--set", "parallel.dense=ddp"]) == 0
+    assert "Launches cost" in capsys.readouterr().out
 
 
 def test_rates_of_other_widths_are_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

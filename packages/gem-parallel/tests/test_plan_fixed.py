@@ -62,7 +62,7 @@ def search(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_a_type_that_is_set_is_not_written_over(search: Any) -> None:
     if "bf16" not in RECIPES:
         pytest.skip("no bf16 recipe")
-    keys = ["precision.recipe=bf16", "parallel.dense=fsdp", "train.capture=true"]
+    keys = ["precision.recipe=bf16", "parallel.dense=fsdp"]
     found = {}
     for kind in ("fp32", "bf16", None):
         code, text, plan = search(*keys, *([f"parallel.fsdp.param_dtype={kind}"] if kind else []))
@@ -137,6 +137,9 @@ def test_what_cannot_be_is_refused_with_its_keys(search: Any) -> None:
     code, text, plan = search("parallel.replicate=3", more=("--free", "parallel.replicate"))
     assert code == 0
     assert plan["parallel"]["replicate"] * plan["parallel"]["shard"] * plan["parallel"]["expert"] == 8
+    code, text, _ = search("parallel.dense=fsdp", "train.capture=true")
+    assert code == 2
+    assert 'captured steps keep the dense part whole (ddp) where: parallel.dense = "fsdp", train.capture = true' in text
     code, text, _ = search(more=("--free", "paralel"))
     assert (code, "'paralel' is nothing that a search decides" in text) == (2, True)
     code, text, _ = search(more=("--free", "parallel"), given=True)

@@ -193,6 +193,18 @@ def test_the_host_moves_whole_copies_unit_by_unit() -> None:
     assert told == {"default": pytest.approx(16 * 3 * 2), "copy-engine": pytest.approx(16 * 3 * 2 * 2)}
 
 
+def test_captured_steps_keep_the_dense_part_whole() -> None:
+    """As training does: a plan whose layers are sharded would not start."""
+    work = replace(workload(layers=6, trunk_parameters=40_000_000, tables=TABLES, flops=1e8), captured=True)
+    small, large = (cluster((8, 300, 1, 1), memory_gb=gb) for gb in (7.0, 40.0))
+    assert plan(Space.build(work, large, 8)).runnable.dense.strategy == "ddp"
+    assert {d.spread for d in Space.build(work, large, 8).dense} == {1}
+    with pytest.raises(ConfigError, match=r"(?s)nothing fits.*train\.capture = false"):
+        plan(Space.build(work, small, 8))
+    assert plan(Space.build(replace(work, captured=False), small, 8)).runnable.dense.spread > 1
+    assert set(baselines(Space.build(work, large, 8), plan(Space.build(work, large, 8)).runnable)) == {"1D tables"}
+
+
 def test_rows_in_bf16_halve_what_travels() -> None:
     work = workload(tables=TABLES, lengths=np.full(64, 30))
     space = Space.build(work, cluster((4, 300, 1, 1)), 4)

@@ -177,7 +177,7 @@ def typed(dense: Dense, workload: Workload) -> Dense:
 
 def dense_candidates(workload: Workload, world: int, cluster: Cluster, fixed: Fixed | None = None) -> list[Dense]:
     """All factorisations in all orders, but one of those that sit alike in the network (the one that the mesh can build, if any); with
-    what the configuration sets (``fixed``)."""
+    what the configuration sets (``fixed``). A captured step leaves whole copies only."""
     spreadable = set(divisors(workload.experts))
     found: dict[object, Dense] = {}
     for expert in divisors(world):
@@ -189,7 +189,8 @@ def dense_candidates(workload: Workload, world: int, cluster: Cluster, fixed: Fi
                 one = Dense(replicate, shard, expert, order, reshard)
                 if cluster.collectives.copy_engine is not None and one.group(cluster, "shard", "expert").uses(0):
                     one = replace(one, collective=COPY_ENGINE)
-                if not reshard and one.spread == 1:
+                # Captured steps of several processes do no more than average gradients.
+                if one.spread > 1 if workload.captured else not reshard and one.spread == 1:
                     continue
                 if fixed is not None:
                     kept = fixed.dense(one)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,23 +99,29 @@ def plan(
     if measured is not None:
         report.show(comparison_table(compare(loaded, workload, place, load_measurements(measured))))
         return
+    captured = None
     if given:
         space, chosen = estimate_given(loaded, workload, place, world)
         fastest = chosen
+        if report.host_bounds(chosen) and chosen.dense.spread == 1:
+            captured = estimate_given(loaded, replace(workload, captured=True), place, world)[1]
     else:
         anew = [*(free or ()), *(["parallel.sparse"] if sparse else [])]
         kept = Fixed.of(loaded, free=anew, now={text.partition("=")[0].strip() for text in overrides or ()})
 
         names, types = _strategies(sparse), widths(loaded, workload)
 
-        def best(fixed: Fixed) -> Plan:
-            return search(Space.build(workload, place, world, sparse=names, widths=types, fixed=fixed))
+        def best(fixed: Fixed, work: Workload = workload) -> Plan:
+            return search(Space.build(work, place, world, sparse=names, widths=types, fixed=fixed))
 
         found = best(kept)
         space, chosen, fastest = found.space, found.runnable, found.best
+        if report.host_bounds(chosen):
+            with suppress(ConfigError):  # layers that must be sharded cannot be captured
+                captured = best(kept, replace(workload, captured=True)).runnable
     simulation = simulate(space.levels[chosen.level].workload, place, chosen.dense, chosen.sparse)
     compared = baselines(space, chosen)
-    report.show(report.render(space, chosen, simulation, compared, fastest))
+    report.show(report.render(space, chosen, simulation, compared, fastest, captured))
     if uncounted := report.left_out(plain(loaded), space, chosen, searched=not given):
         report.show(uncounted)
     if not given and kept:

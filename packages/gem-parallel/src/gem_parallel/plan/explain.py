@@ -90,7 +90,8 @@ def _plain(one: Estimate) -> tuple[int, int, bool]:
 
 
 def baselines(space: Space, best: Estimate) -> dict[str, Estimate]:
-    """What the plan is compared with: tables over all ranks (1D), plain FSDP over all ranks, both; whether or not they fit."""
+    """What the plan is compared with, whether or not it fits: tables over all ranks (1D), plain FSDP over all ranks, both. Captured steps
+    have no FSDP."""
     if space.world == 1:
         return {}
     flat = Dense(1, space.world, 1)
@@ -98,7 +99,9 @@ def baselines(space: Space, best: Estimate) -> dict[str, Estimate]:
         Sparse("torchrec", space.world, 1, cuts=cuts) for cuts in _uniform(space)
     ]
     alone = min(one_d, key=lambda s: space.bound(None, s)[0])
-    pairs = {"1D tables": (best.dense, alone), "plain FSDP": (flat, best.sparse), "1D tables, plain FSDP": (flat, alone)}
+    pairs = {"1D tables": (best.dense, alone)}
+    if not space.workload.captured:
+        pairs |= {"plain FSDP": (flat, best.sparse), "1D tables, plain FSDP": (flat, alone)}
     return {name: space.estimate(d, s, space.level_of(d, s)) for name, (d, s) in pairs.items()}
 
 

@@ -147,11 +147,12 @@ class Fixed:
     def text(self) -> str:
         return ", ".join(setting(key, value) for key, value in self.values.items())
 
-    def refuse(self, world: int) -> ConfigError:
+    def refuse(self, world: int, captured: bool) -> ConfigError:
         """That nothing agrees with what is set."""
+        graph = ", and captured steps keep the dense part whole (ddp)" if captured else ""
         return ConfigError(
-            f"no arrangement of {world:,} GPUs that the planner knows agrees with all that the configuration sets",
-            where=self.text(),
+            f"no arrangement of {world:,} GPUs that the planner knows agrees with all that the configuration sets{graph}",
+            where=self.text() + (", train.capture = true" if captured else ""),
             fix="change them, or plan them anew with --free KEY, as in --free parallel for the whole section",
         )
 

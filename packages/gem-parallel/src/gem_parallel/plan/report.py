@@ -31,11 +31,19 @@ COLLECTIVES = {
 """Which collectives run over which axis."""
 
 
-def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: dict[str, Estimate], fastest: Estimate) -> RenderableType:
-    """Tables: the axes on their tiers, the step's time, memory at its peak, efficiency against the baselines."""
+def render(
+    space: Space,
+    chosen: Estimate,
+    simulation: Simulation,
+    baselines: dict[str, Estimate],
+    fastest: Estimate,
+    captured: Estimate | None = None,
+) -> RenderableType:
+    """Tables: the axes on their tiers, the step's time, memory at its peak, efficiency against the baselines. ``captured``: what would be
+    planned for captured steps, if they are not."""
     parts: list[RenderableType] = [_headline(space, chosen, simulation), _axes(space, chosen), _time(space, chosen), _memory(space, chosen)]
     parts.append(_efficiency(space, {"this plan": chosen, **baselines}))
-    parts += [Text(hint) for hint in _hints(space, chosen)]
+    parts += [Text(hint) for hint in _hints(space, chosen, captured)]
     gain = chosen.seconds / fastest.seconds - 1
     if gain > TIE:
         axes = ", ".join(f"{a} {d}" for a, d in (*fastest.dense.degrees().items(), *fastest.sparse.degrees().items()) if d > 1)
@@ -46,16 +54,24 @@ def render(space: Space, chosen: Estimate, simulation: Simulation, baselines: di
     return Group(*parts)
 
 
-def _hints(space: Space, chosen: Estimate) -> list[str]:
-    """What the user's settings cost, and what would take the largest avoidable loss away."""
+def host_bounds(chosen: Estimate) -> bool:
+    """Whether a step takes as long as the host needs to start it."""
+    return chosen.host_seconds > 0.95 * chosen.seconds
+
+
+def _hints(space: Space, chosen: Estimate, captured: Estimate | None) -> list[str]:
+    """What would take the largest avoidable loss away."""
     found = []
     late = chosen.breakdown["computation"] - local_seconds(space) / space.cluster.gpu.in_step
     if space.workload.dealt == 1 and late > 0.05 * chosen.seconds:
         how = space.workload.balancing or "if the data source can deal them"
         found.append(f"Imbalance costs {late * 1e3:,.1f} ms of the step: batches of equal work save most of it; {how}.")
-    if chosen.device_seconds < 0.9 * chosen.seconds:
-        alone = f"{chosen.device_seconds * 1e3:,.1f} ms"
-        found.append(f"The host bounds the step, the GPU would need {alone}: train.capture = true replays it with one launch.")
+    if captured is not None and captured.seconds < 0.95 * chosen.seconds:
+        saved = (chosen.seconds - captured.seconds) * 1e3
+        found.append(
+            f"Launches cost {saved:,.1f} ms of the step: train.capture = true replays it with one launch, and it would take "
+            f"{captured.seconds * 1e3:,.1f} ms ({captured.dense.strategy}, {sparse_text(captured.sparse)})."
+        )
     return found
 
 

@@ -58,6 +58,11 @@ class Estimate:
         return float(self.trace.device(self.ops))
 
     @cached_property
+    def host_seconds(self) -> float:
+        """Of the host's work alone."""
+        return float(sum(op.seconds for op in self.ops if op.stream == HOST))
+
+    @cached_property
     def breakdown(self) -> dict[str, float]:
         """Where the step's time goes: computation, its slow-down by collectives, and each kind of collective as far as it is exposed."""
         found: dict[str, float] = {}
@@ -164,7 +169,7 @@ class Space:
         space.dense = dense_candidates(workload, world, cluster, fixed)
         space.sparse = sparse_candidates(workload, world, cluster, sparse, widths, fixed)
         if not space.dense or not space.sparse:
-            raise fixed.refuse(world)
+            raise fixed.refuse(world, workload.captured and world > 1)
         return space
 
     @property
@@ -350,6 +355,7 @@ def _too_large(space: Space) -> ConfigError:
         f"(GB: {parts}; at {needed.points[needed.peak][0]!r})",
         where=f"--world {space.world}, data.batch_size = {space.workload.batch}",
         fix=f"{fix}start more processes, or plan for GPUs with more memory"
+        + ("; with train.capture = false the dense part can be sharded" if space.workload.captured and space.world > 1 else "")
         + (f"; or plan with --free KEY what is set: {space.fixed.text()}" if space.fixed else ""),
     )
 

@@ -89,7 +89,9 @@ class SeedPooling(nn.Module):
         """What shared queries read, ``[B, seeds, dim]``, and s: by the normed rows themselves (`gem_core.ops.pool_rows`), where an
         implementation has them and the modules are plain ones; None elsewhere."""
         linear, n, h, d = self.kv.linear, self.seed_count, self.heads, self.head_dim
-        if n == 0 or self.queries is not None or s.shape[0] < MANY_ROWS or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # first, since a question for the rows would bound them in what is traced
+            return None
+        if n == 0 or self.queries is not None or s.shape[0] < MANY_ROWS:
             return None
         plain = type(linear) is nn.Linear and type(self.kv) is NormLinear and is_plain(linear) and is_plain(self.kv)
         dtype = product_dtype(s)

@@ -69,8 +69,7 @@ def candidate(number: int) -> list[Change]:
         found = offered()
         return found[min(number, len(found) - 1)]
 
-    few = next(name for name in ("_LEAST_TILES", "_LEAST_ITEMS") if hasattr(launch, name))
-    return [(launch, few, 0), *((module, "choose", choose) for module in (inputs, launch, launch_bias))]
+    return [(launch, "_LEAST_TILES", 0), *((module, "choose", choose) for module in (inputs, launch, launch_bias))]
 
 
 def gradients(results: Any, leaves: list[Tensor]) -> None:

@@ -332,8 +332,14 @@ def test_what_could_be_saved_is_said(config: Path, monkeypatch: pytest.MonkeyPat
     assert re.search(r"Launches cost [\d.,]+ ms of the step: train\.capture = true .* would take [\d.,]+ ms", " ".join(told[0].split()))
     assert re.search(r"tables [\d.]+ MB by", told[0])
     assert "Launches" not in told[1]
-    assert main([*base, "--given", "--set", "parallel.dense=ddp"]) == 0
-    assert "Launches cost" in capsys.readouterr().out
+    for more, hinted in ((["parallel.dense=ddp"], True), (["parallel.dense=ddp", "train.accumulate=2"], False)):
+        assert main([*base, "--given", *(text for key in more for text in ("--set", key))]) == 0
+        assert ("Launches cost" in capsys.readouterr().out) == hinted
+
+
+def test_a_name_that_is_neither_file_nor_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "bse", "--cluster", H200, "--world", "8"]) == 2
+    assert re.search(r"(?s)no preset of that name.*tiny, small, base", capsys.readouterr().err)
 
 
 def test_rates_of_other_widths_are_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def plan(
     if given:
         space, chosen = estimate_given(loaded, workload, place, world)
         fastest = chosen
-        if report.host_bounds(chosen) and chosen.dense.spread == 1:
+        if workload.capturable and report.host_bounds(chosen) and chosen.dense.spread == 1:
             captured = estimate_given(loaded, replace(workload, captured=True), place, world)[1]
     else:
         anew = [*(free or ()), *(["parallel.sparse"] if sparse else [])]
@@ -116,7 +116,7 @@ def plan(
 
         found = best(kept)
         space, chosen, fastest = found.space, found.runnable, found.best
-        if report.host_bounds(chosen):
+        if workload.capturable and report.host_bounds(chosen):
             with suppress(ConfigError):  # layers that must be sharded cannot be captured
                 captured = best(kept, replace(workload, captured=True)).runnable
     simulation = simulate(space.levels[chosen.level].workload, place, chosen.dense, chosen.sparse)
@@ -164,9 +164,13 @@ def _strategies(asked: list[str] | None) -> list[str]:
 def configuration(name: str, overrides: list[str]) -> Config:
     """The file, or for the name of a preset its reference log in bf16 (where that recipe is installed), with the overrides."""
     from gem_core.config import load_config
+    from gem_core.errors import ConfigError
     from gem_core.model.presets import PRESETS
 
     if name not in PRESETS or Path(name).exists():
+        if not Path(name).exists() and not Path(name).suffix:
+            fix = f"name a TOML file, or one of the presets: {', '.join(PRESETS)}"
+            raise ConfigError("there is no such file, and no preset of that name", where=name, fix=fix)
         return load_config(name, overrides)
     from gem_core.plugins import manager
 

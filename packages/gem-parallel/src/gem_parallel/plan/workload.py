@@ -129,7 +129,8 @@ class Workload:
     """``lengths``: a pool of samples that the batches are drawn from. ``compute_bytes``: bytes of a value that layers compute in (2 under
     bf16). ``captured``: the step is one graph, which the host launches at once. ``dealt``: batches to which a rank's samples are dealt by
     length; 1: as they come. ``width``: of the model's events, which rates depend on; 0: it has none. ``balancing``: how the source would
-    deal batches of equal work, in words; empty: nobody knows."""
+    deal batches of equal work, in words; empty: nobody knows. ``capturable``: nothing that the configuration says stands against captured
+    steps."""
 
     name: str
     recipe: str
@@ -142,6 +143,7 @@ class Workload:
     dealt: int = 1
     width: int = 0
     balancing: str = ""
+    capturable: bool = True
 
     @property
     def launches(self) -> float:
@@ -220,7 +222,7 @@ def measure(name: str, resolved: ResolvedConfig, features: Features, lengths: Le
         name, recipe, config.data.batch_size, units(model, lengths, saved), tables(model.table_set, lengths, ids), lengths,
         compute_bytes=4 if recipe == "fp32" else 2, captured=config.train.capture,
         dealt=dealt(resolved.source), width=_width(getattr(model, "config", None)),
-        balancing=_balancing(config.data.source, resolved.source),
+        balancing=_balancing(config.data.source, resolved.source), capturable=_capturable(model, config),
     )  # fmt: skip
 
 
@@ -233,6 +235,11 @@ def _width(options: Any) -> int:
 def dealt(source: Any) -> int:
     """Batches to which a source with these options deals samples by length; 1: it does not."""
     return int(source.window) if getattr(source, "balanced", False) else 1
+
+
+def _capturable(model: nn.Module, config: Config) -> bool:
+    """As `gem_core.train.captured.check_capture`, which sees more of a run, has it."""
+    return bool(getattr(model, "takes_slack", False)) and config.train.accumulate == 1 and not config.train.compile
 
 
 def _balancing(name: str, source: Any) -> str:

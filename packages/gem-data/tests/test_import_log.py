@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tomllib
 
 import numpy as np
 import pyarrow as pa
@@ -245,3 +246,11 @@ def test_text_in_json_that_looks_like_times_stays_text(tmp_path):
     assert pq.read_table(tmp_path / "out" / "log.parquet").to_pylist() == [{"batch": "2025-10-09", "n": 1}, {"batch": "late", "n": 2}]
     with pytest.raises(DataError, match="cannot be read"):
         import_log(files, tmp_path / "other", text=["n"])
+
+
+def test_whose_rows_they_are_is_known_to_inspect(tmp_path):
+    (tmp_path / "a.csv").write_text("Kunde,ts,item,click\n" + "".join(f"k{i % 7},{1_700_000_000 + i},{i % 9},{i % 2}\n" for i in range(80)))
+    import_log([tmp_path / "a.csv"], tmp_path / "out", user="Kunde", time="ts", events=["item"])
+    proposed = tomllib.loads(propose(tmp_path / "out"))
+    assert proposed["eval"] == {"group": "Kunde"}
+    assert "Kunde" in proposed["features"]["sparse"]

@@ -26,6 +26,8 @@ from gem_data.filters import Filter
 from gem_data.lines import ROW_GROUP
 from gem_data.writer import check_free, write_parquet
 
+USER = b"gem.user"
+"""Key of the written file's metadata: whose rows they are, which `gemrec data inspect` takes for the groups of AUCs."""
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 64 << 20
@@ -87,6 +89,7 @@ def import_log(
     schema = table.schema
     for name, values in made.items():
         schema = schema.append(pa.field(name, pa.list_(values.type)))
+    schema = schema.with_metadata({**(schema.metadata or {}), USER: user.encode()})
     rows = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
     return rows, int((ends - begins).sum())
 

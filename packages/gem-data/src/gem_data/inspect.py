@@ -24,6 +24,7 @@ from gem_core.errors import DataError
 from gem_core.sources.contract import TRUE_PROBABILITY
 from gem_data.arrow import times
 from gem_data.files import DataFile, find_files
+from gem_data.flat import USER
 from gem_data.profile import Column, profile
 
 _LABELS = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "target", "y", "ctr")
@@ -95,7 +96,7 @@ class _Proposal:
         self.time: Column | None = None
         self.group: str | None = None
         self._find_labels(label, files)
-        self._find_special()
+        self._find_special(files)
         histories = self._find_histories()
         events = {key for _, part in histories for g in part["sequences"].values() for key, f in g["fields"].items() if "rows" in f}
         scalars = self._scalars(events)
@@ -168,7 +169,7 @@ class _Proposal:
         spec: dict[str, Any] = {**({} if column.name == task else {"column": column.name}), **extra}
         self.label_sections.append((f"{column.name}: {seen}", {"labels": {task: spec}}))
 
-    def _find_special(self) -> None:
+    def _find_special(self, files: list[DataFile]) -> None:
         for column in list(self._free.values()):
             name = column.name.lower()
             if name in _SPLIT and not column.depth:
@@ -194,7 +195,10 @@ class _Proposal:
                 if column.kind == "int" and _unit(column) != "s":
                     self.top["timestamp_unit"] = _unit(column)
         known = [self._take(n).name for n in list(self._free) if n.startswith(TRUE_PROBABILITY)]
-        self.group = next((n for wanted in _GROUP for n, c in self._free.items() if n.lower() == wanted and c.depth == 0), None)
+        told = (files[0].schema.metadata or {}).get(USER, b"").decode()
+        scalar = [name for name, column in self._free.items() if column.depth == 0]
+        named = [name for wanted in _GROUP for name in scalar if name.lower() == wanted]
+        self.group = next((name for name in (told, *named) if name in scalar), None)
         numbers = [self.group] if self.group and self._free[self.group].kind == "int" else []
         if numbers or known:
             self.top["columns"] = [*numbers, *known]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
+import itertools
 import json
+import math
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,9 @@ import pytest
 import torch
 
 from gem_core.cli import main
+from gem_core.config.features import Dense
+from gem_core.errors import DataError
+from gem_data import values
 
 SERVE = Path(__file__).parents[1] / "docs" / "examples" / "serving" / "serve.py"
 N = 240
@@ -196,11 +202,42 @@ def test_columns_become_the_same_predictions(trained: Path, serve):
     assert float(live.std()) > 1e-4
 
 
+def test_numbers_are_scaled_as_in_training(serve):
+    """Also those that a policy must mend, and those that float32 cannot hold."""
+
+    def refuse(*what):
+        raise DataError("refused")
+
+    chunk = types.SimpleNamespace(fail=refuse)
+    numbers = [0.0, -0.5, -1.0, -3.0, 7.5, 1e30, 1e300, -1e300, math.inf, -math.inf, math.nan, None]
+    column = pa.array(numbers, pa.float64())
+    for transform, policy, default, clip, std in itertools.product(
+        ("none", "log1p"), ("error", "clip", "default"), (None, 2.0), (None, (-2.0, 9.0)), (1.0, 1e-10)
+    ):
+        if policy == "default" and default is None:
+            continue
+        spec = Dense(transform=transform, policy=policy, default=default, clip=clip, mean=0.5, std=std)
+        for i, x in enumerate(numbers):
+            try:
+                want = float(values.dense(values.Site(chunk, "x", "dense.x"), column.slice(i, 1), spec)[0])
+            except DataError:
+                with pytest.raises(serve.Refused):
+                    serve._number({"x": x}, "x", spec.model_dump())
+            else:
+                assert serve._number({"x": x}, "x", spec.model_dump()) == pytest.approx(want, rel=1e-6), (x, spec)
+
+
 def test_what_training_would_refuse_is_refused(trained: Path, serve):
     package, row = serve.Package(trained / "package"), rows()[1]
     for wrong in ({"query": None}, {"score": float("nan")}, {"seen_item": [1]}, {"number": None}):
         with pytest.raises(serve.Refused):
             package.predict([{**row, **wrong}])
+    for weights in (None, [1.0], [1.0, None], [1.0, -1.0], [1.0, float("nan")]):
+        with pytest.raises(serve.Refused, match=r"words_weight: (not one weight for each|a weight is missing)"):
+            package.predict([{**row, "words": ["a", "a"], "words_weight": weights}])
+    for picture in ([1.0, None, 1.0], [1.0, float("inf"), 1.0]):
+        with pytest.raises(serve.Refused, match="no list of 3 finite numbers"):
+            package.predict([{**row, "picture": picture}])
     for name in ("score", "item", "at"):
         with pytest.raises(serve.Refused, match=r"no number|of a type|no time"):
             package.predict([{**row, name: "text"}])
@@ -250,7 +287,7 @@ def test_the_script_names_the_line(trained: Path, serve, monkeypatch: pytest.Mon
         ([trained / "package"], [good, "", "{"], "line 3 is no JSON"),
         ([trained / "package"], [good, "[1]"], "line 2 is no JSON object"),
         ([trained / "package"], [good, json.dumps({**rows()[1], "seen_item": 3})], "line 2: seen_item: 3 is no list"),
-        ([trained / "package"], [good, json.dumps({**rows()[1], "picture": [1.0]})], "line 2: picture: no list of 3 numbers"),
+        ([trained / "package"], [good, json.dumps({**rows()[1], "picture": [1.0]})], "line 2: picture: no list of 3 finite numbers"),
     ):
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))

@@ -3,6 +3,7 @@
     python serve.py PACKAGE < rows.jsonl > scores.jsonl
 
 A row is an object with the columns that training read: numbers, text, lists; times as integers in the units that manifest.json states.
+A list without values is [], since null is a missing value: its default, or refused.
 Everything that training decided about columns (hashes, vocabularies, scaling, longest histories) is read from manifest.json.
 """
 
@@ -144,9 +145,10 @@ class Package:
         if spec["kind"] == "float":
             return torch.tensor([_number(event, column, {**spec, "column": None}) for event in events], dtype=torch.float32)
         if spec["kind"] == "vector":
-            return torch.tensor([event[column] for event in events], dtype=torch.float32).reshape(len(events), *i["shape"])
+            found = [_vector(event, column, i["shape"][0]) for event in events]
+            return torch.tensor(found, dtype=torch.float32).reshape(len(events), *i["shape"])
         if any(isinstance(event[column], list) for event in events):
-            return self._bags(i["name"], [(event[column], None) for event in events], i["table"], i["pooling"])
+            return self._bags(i["name"], [(_list(event, column), None) for event in events], i["table"], i["pooling"])
         return F.embedding(self._ids(i["name"], [event[column] for event in events]), self.tables[i["table"]])
 
     def _bag(self, row: Row, name: str) -> tuple[list[Any], list[float] | None]:
@@ -156,10 +158,16 @@ class Package:
             return [tuple(row.get(c) for c in spec["cross"])], None
         values = row.get(spec["column"] or name)
         weights = row.get(spec["weights"]) if spec["weights"] else None
-        if not isinstance(values, list):
-            return [values], None if weights is None else [weights]
+        single = not isinstance(values, list)
+        values, weights = ([values], [weights]) if single else (values, weights or [])
         last = slice(-spec["max_length"] if spec["max_length"] else None, None)
-        return values[last], None if weights is None else weights[last]
+        if not spec["weights"]:
+            return values[last], None
+        if not isinstance(weights, list) or len(weights) != len(values):
+            raise Refused(f"{spec['weights']}: not one weight for each value of {name}")
+        if any(not isinstance(w, (int, float)) or not 0 <= w < math.inf for w in weights[last]):
+            raise Refused(f"{spec['weights']}: a weight is missing, negative or not finite")
+        return values[last], weights[last]
 
     def _bags(self, path: str, bags: list[tuple[list[Any], list[float] | None]], table: str, pooling: str) -> torch.Tensor:
         """One row a bag: the sum or (weighted) mean of its embeddings, zeros for an empty one."""
@@ -222,7 +230,7 @@ class Package:
 
 def _number(row: Row, name: str, spec: dict[str, Any]) -> float:
     x = row.get(spec["column"] or name)
-    default, policy = spec["default"], spec["policy"]
+    default, policy, largest = spec["default"], spec["policy"], torch.finfo(torch.float32).max
     if not isinstance(x, (int, float, type(None))):
         raise Refused(f"{name}: {x!r} is no number")
     if x is None or math.isnan(x):
@@ -233,21 +241,30 @@ def _number(row: Row, name: str, spec: dict[str, Any]) -> float:
         x = min(max(x, spec["clip"][0]), spec["clip"][1])
     low = -1.0 if spec["transform"] == "log1p" else -math.inf
     if not (math.isfinite(x) and x > low):
-        largest = torch.finfo(torch.float32).max
         if policy == "clip":
             x = min(max(x, 0.0 if low == -1.0 else -largest), largest)
         elif policy == "default" and default is not None:
             x = default
         else:
             raise Refused(f"{name}: the value {x} cannot be used")
-    x = math.log1p(x) if spec["transform"] == "log1p" else x
-    return (x - spec["mean"]) / spec["std"]
+    found = _scaled(x, spec)
+    if abs(found) > largest:
+        if policy == "clip":
+            return math.copysign(largest, found)
+        if policy != "default" or default is None:
+            raise Refused(f"{name}: the value {x} is too large for float32")
+        found = _scaled(default, spec)
+    return found
+
+
+def _scaled(x: float, spec: dict[str, Any]) -> float:
+    return ((math.log1p(x) if spec["transform"] == "log1p" else x) - spec["mean"]) / spec["std"]
 
 
 def _vector(row: Row, column: str, dim: int) -> list[float]:
     x = row.get(column)
-    if not isinstance(x, list) or len(x) != dim or not all(isinstance(v, (int, float)) for v in x):
-        raise Refused(f"{column}: no list of {dim} numbers")
+    if not isinstance(x, list) or len(x) != dim or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in x):
+        raise Refused(f"{column}: no list of {dim} finite numbers")
     return x
 
 

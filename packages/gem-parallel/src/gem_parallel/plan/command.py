@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,15 +71,12 @@ def plan(
     from gem_core.config.load import plain
     from gem_core.errors import ConfigError
     from gem_parallel.plan import report
+    from gem_parallel.plan.answer import as_it_is, found
     from gem_parallel.plan.cluster import load_cluster
     from gem_parallel.plan.explain import baselines, neighbours
     from gem_parallel.plan.fixed import Fixed
     from gem_parallel.plan.measured import compare, comparison_table, load_measurements, local_rates, rates_note
-    from gem_parallel.plan.measured import given as estimate_given
     from gem_parallel.plan.picture import page
-    from gem_parallel.plan.search import Plan, Space
-    from gem_parallel.plan.search import plan as search
-    from gem_parallel.plan.settings import widths
     from gem_parallel.plan.simulate import simulate
 
     if given and (free or sparse):
@@ -99,44 +94,31 @@ def plan(
     if measured is not None:
         report.show(comparison_table(compare(loaded, workload, place, load_measurements(measured))))
         return
-    captured = None
     if given:
-        space, chosen = estimate_given(loaded, workload, place, world)
-        fastest = chosen
-        if workload.capturable and report.host_bounds(chosen) and chosen.dense.spread == 1:
-            captured = estimate_given(loaded, replace(workload, captured=True), place, world)[1]
+        answer = as_it_is(workload, place, world, loaded)
     else:
         anew = [*(free or ()), *(["parallel.sparse"] if sparse else [])]
         kept = Fixed.of(loaded, free=anew, now={text.partition("=")[0].strip() for text in overrides or ()})
-
-        names, types = _strategies(sparse), widths(loaded, workload)
-
-        def best(fixed: Fixed, work: Workload = workload) -> Plan:
-            return search(Space.build(work, place, world, sparse=names, widths=types, fixed=fixed))
-
-        found = best(kept)
-        space, chosen, fastest = found.space, found.runnable, found.best
-        if workload.capturable and report.host_bounds(chosen):
-            with suppress(ConfigError):  # layers that must be sharded cannot be captured
-                captured = best(kept, replace(workload, captured=True)).runnable
+        answer = found(workload, place, world, loaded, kept, _strategies(sparse))
+    space, chosen = answer.space, answer.chosen
     simulation = simulate(space.levels[chosen.level].workload, place, chosen.dense, chosen.sparse)
     compared = baselines(space, chosen)
-    report.show(report.render(space, chosen, simulation, compared, fastest, captured))
-    if uncounted := report.left_out(plain(loaded), space, chosen, searched=not given):
+    report.show(report.render(answer, simulation, compared))
+    if uncounted := report.left_out(plain(loaded), space, chosen, searched=answer.searched):
         report.show(uncounted)
-    if not given and kept:
-        report.show(report.kept(space, chosen, best(Fixed()).runnable, config))
+    if (unset := answer.anew()) is not None:
+        report.show(report.kept(space, chosen, unset, config))
     if explain:
         report.show(report.explain_table(neighbours(space, chosen)))
-        if not given and kept:
-            report.show(report.freed_table(space, chosen, {key: best(kept.without(key)).runnable for key in kept.values}))
+        if without := answer.without_each():
+            report.show(report.freed_table(space, chosen, without))
     if torchrec:
         from gem_parallel.plan.torchrec_check import cross_check
 
         report.show(cross_check(space, chosen))
     if json_file is not None:
         predicted = report.prediction(space, chosen, simulation, compared)
-        text = json.dumps(report.configuration(plain(loaded), space, chosen, predicted, searched=not given), indent=2)
+        text = json.dumps(report.configuration(plain(loaded), space, chosen, predicted, searched=answer.searched), indent=2)
         _write(json_file, text + "\n")
         print(f"wrote {json_file}; start it with: torchrun ... gemrec train {json_file}")
     if html is not None:

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from gem_parallel.plan.answer import Answer
 from gem_parallel.plan.candidates import DENSE_ORDER, SPARSE_ORDER
 from gem_parallel.plan.explain import Rejected, cuts_text, efficiency, local_seconds, sparse_text, tiers_text
 from gem_parallel.plan.fixed import RECOMPUTE, decided, setting
@@ -31,19 +32,12 @@ COLLECTIVES = {
 """Which collectives run over which axis."""
 
 
-def render(
-    space: Space,
-    chosen: Estimate,
-    simulation: Simulation,
-    baselines: dict[str, Estimate],
-    fastest: Estimate,
-    captured: Estimate | None = None,
-) -> RenderableType:
-    """Tables: the axes on their tiers, the step's time, memory at its peak, efficiency against the baselines. ``captured``: what would be
-    planned for captured steps, if they are not."""
+def render(answer: Answer, simulation: Simulation, baselines: dict[str, Estimate]) -> RenderableType:
+    """Tables: the axes on their tiers, the step's time, memory at its peak, efficiency against the baselines; then hints."""
+    space, chosen, fastest = answer.space, answer.chosen, answer.fastest
     parts: list[RenderableType] = [_headline(space, chosen, simulation), _axes(space, chosen), _time(space, chosen), _memory(space, chosen)]
     parts.append(_efficiency(space, {"this plan": chosen, **baselines}))
-    parts += [Text(hint) for hint in _hints(space, chosen, captured)]
+    parts += [Text(hint) for hint in _hints(space, chosen, answer.captured)]
     gain = chosen.seconds / fastest.seconds - 1
     if gain > TIE:
         axes = ", ".join(f"{a} {d}" for a, d in (*fastest.dense.degrees().items(), *fastest.sparse.degrees().items()) if d > 1)
@@ -52,11 +46,6 @@ def render(
             Text(f"Another order of ranks would be {gain:.1%} faster ({axes}; from inside: {order}), which the mesh cannot lay out.")
         )
     return Group(*parts)
-
-
-def host_bounds(chosen: Estimate) -> bool:
-    """Whether a step takes as long as the host needs to start it."""
-    return chosen.host_seconds > 0.95 * chosen.seconds
 
 
 def _hints(space: Space, chosen: Estimate, captured: Estimate | None) -> list[str]:

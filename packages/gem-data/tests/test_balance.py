@@ -208,6 +208,21 @@ def test_token_budget_holds(folder):
     assert len(parts[0]) == len(parts[1])
 
 
+def test_samples_without_events_fill_a_token_budget(tmp_path):
+    """As new users: they are work too, for every rank."""
+    table = pa.table({"id": range(60), "x": [1] * 60, "e": pa.array([[]] * 60, pa.list_(pa.int64())), "y": [0] * 60})
+    pq.write_table(table, tmp_path / "new.parquet")
+    features = Features(
+        sample_id="id",
+        sparse={"x": Sparse(rows=4)},
+        sequences={"s": Sequence(fields={"e": EventField(rows=4)})},
+        labels={"y": Label()},
+    )
+    how = {"batch_size": 1, "batching": Tokens(budget=10)}
+    parts = [[len(b) for b in ParquetSource(tmp_path / "new.parquet", features, rank=r, world_size=2, **how)] for r in range(2)]
+    assert parts == [[10, 10, 10]] * 2
+
+
 def test_global_rebalancing_deals_each_step_evenly(folder):
     """Four ranks of eight samples: the same samples a step as without, far more even."""
     spread = []

@@ -113,7 +113,8 @@ class Bucketed(FrozenConfig):
 
 
 class Tokens(FrozenConfig):
-    """Consecutive samples until their cost reaches ``budget`` (with the plain cost: events); ``batch_size`` is not used.
+    """Consecutive samples until their cost reaches ``budget`` (with the plain cost: events); ``batch_size`` is not used. A sample without
+    events costs what one event does, or any number of them would be a batch.
 
     The lengths of all rows are read before the first batch, and every rank gets a share of the same cost and the same number of batches.
     """

@@ -289,10 +289,10 @@ class ParquetSource(IterableDataset[Batch]):
 
     def _costed_plan(self, epoch: int, spans: tuple[Span, ...], world: int, batch_size: int, drop_last: bool) -> Plan:
         assert isinstance(self.batching, Tokens | Global)
-        costs = self.batching.cost.of(self._events(epoch, spans))
+        events, cost = self._events(epoch, spans), self.batching.cost
         if isinstance(self.batching, Global):
-            return GlobalPlan(spans, world, batch_size, drop_last, costs)
-        return TokenPlan(spans, world, batch_size, drop_last, costs, self.batching)
+            return GlobalPlan(spans, world, batch_size, drop_last, cost.of(events))
+        return TokenPlan(spans, world, batch_size, drop_last, cost.of(np.maximum(events, 1)), self.batching)
 
     def _events(self, epoch: int, spans: Sequence[Span]) -> Ints:
         """Events of the samples of ``spans``, in their order."""

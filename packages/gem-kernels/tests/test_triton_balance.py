@@ -40,7 +40,7 @@ def test_every_sample_once_heaviest_first(lengths: list[int], groups: int) -> No
     """As the host deals them: half as many as groups at a time, the heaviest to the group that has least, tiles of 64 rows and one more."""
     table, starts = _dealt(torch.tensor(lengths), groups)
     loads, wanted, step = [0] * groups, [[] for _ in range(groups)], max(1, groups // 2)
-    order = sorted(range(len(lengths)), key=lambda s: (-(-(-lengths[s] // 64)), s))  # as the list is sorted
+    order = sorted(range(len(lengths)), key=lambda s: (-((lengths[s] + 63) // 64), s))  # as the list is sorted
     for first in range(0, len(order), step):
         least = sorted(range(groups), key=lambda g: loads[g])
         for group, sample in zip(least, order[first : first + step]):

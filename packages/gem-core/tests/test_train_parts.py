@@ -248,6 +248,24 @@ def test_an_empty_source_is_an_error_also_in_an_endless_run():
         next(iter(feed))
 
 
+def test_a_stop_while_an_endless_run_waits_for_data_ends_it():
+    """Not the epoch: the source goes on from there, and is not asked again."""
+
+    class Waits(Numbers):
+        progress, asked = staticmethod(lambda: False), 0
+
+        def __iter__(self):
+            self.asked += 1
+            assert self.asked == 1, "the source was asked again"
+            yield from super().__iter__()
+            while not self.progress():
+                pass
+
+    feed = Feed(Waits(2), CPU, epochs=None, stops=lambda: True)
+    assert [f.host.size for f in feed] == [1, 2]
+    assert (feed.stopped, feed.epoch) == (True, 0)
+
+
 # Evaluation
 
 

@@ -435,6 +435,7 @@ def test_the_best_parameters_survive_a_kill_before_they_are_marked(tmp_path, mon
         train(tmp_path / "run", **overfit)
     monkeypatch.undo()
     assert train(tmp_path / "run", resume=True, **overfit).summary["best_step"] == best
+    assert [e["step"] for e in lines(tmp_path / "run" / "eval.jsonl")] == [e["step"] for e in lines(tmp_path / "whole" / "eval.jsonl")]
     a, b = (_tensors(tmp_path / name, 60) for name in ("whole", "run"))
     assert all(torch.equal(a[k], b[k]) for k in a)
 

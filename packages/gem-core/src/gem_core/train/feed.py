@@ -143,9 +143,11 @@ class Feed:
             for host in self.source:
                 batches += 1
                 yield host
+            if self.stopped:  # the epoch has not ended, and the source would be asked again without end
+                return
             self.epoch += 1
             # A source resumed at the very end of an epoch yields nothing, once.
-            if not batches and not self._resumed and not self.stopped:
+            if not batches and not self._resumed:
                 raise DataError(
                     "the data source yields no batch for this split",
                     where="data",

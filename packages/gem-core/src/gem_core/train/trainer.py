@@ -402,7 +402,6 @@ class Trainer:
         if it ends here."""
         self.due = True
         self._evaluate()
-        self.due = False
         return "early_stopped" if self._has_lost_patience() else None
 
     def _has_lost_patience(self) -> bool:
@@ -423,6 +422,7 @@ class Trainer:
         module, model, rt = self.parts.module, self.parts.model, self.runtime
         self.results, samples = evaluate(module, model, source, self.config.eval, self.tasks, rt, stops=self._stops)
         self.evaluated_at = self.info.step if partition is None else -1
+        self.due = False  # before a checkpoint of the best parameters tells it
         self.record = {
             "step": self.info.step,
             "samples": self.info.samples,

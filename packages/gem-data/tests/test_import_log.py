@@ -191,6 +191,13 @@ def test_semicolons(tmp_path, name):
     assert (found["note"], found["history_item"]) == (["a;b", "c, d"], [[], [7]])
 
 
+@pytest.mark.parametrize("harm", [lambda data: data[:-9], lambda data: data[:20] + b"xx" + data[22:]], ids=["cut", "changed"])
+def test_a_damaged_compressed_file_is_refused(tmp_path, harm):
+    (tmp_path / "a.csv.gz").write_bytes(harm(gzip.compress(b"user,time,item\n1,5,7\n1,9,8\n")))
+    with pytest.raises(DataError, match=r"(?s)the file cannot be read.*a\.csv\.gz"):
+        import_log([tmp_path / "a.csv.gz"], tmp_path / "out")
+
+
 def test_files_that_do_not_fit_together_and_columns_that_are_there(tmp_path):
     pq.write_table(log(), tmp_path / "a.parquet")
     pq.write_table(log().set_column(5, "clicked", pa.array(["yes"] * 400)), tmp_path / "b.parquet")

@@ -19,6 +19,7 @@ from gem_core.config.features import Features
 from gem_core.errors import DataError
 from gem_core.jagged import Jagged
 from gem_core.requests import by_request
+from gem_core.sources.hashing import GOLDEN, mix64_
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -194,7 +195,7 @@ class Block:
         first, index = first[turn], np.argsort(turn, kind="stable")[index.reshape(-1)]
         for name, group in batch.sequences.items():
             lengths, offsets = group.lengths.numpy(), group.offsets.numpy()
-            told = {"": lengths} | {key: _sums(values, offsets) for key, values in self.bags[f"sequences.{name}"].values.items()}
+            told = {"": lengths} | {key: _digests(values, offsets) for key, values in self.bags[f"sequences.{name}"].values.items()}
             for key, numbers in told.items():
                 wrong = np.flatnonzero(numbers != numbers[first][index])
                 if wrong.size:
@@ -258,15 +259,24 @@ def _joined(pieces: list[Array]) -> Array:
     return whole
 
 
-def _sums(values: Values, offsets: Ints) -> Ints:
-    """``[n]``: the bits of each row's values, added up as integers: other values have another sum."""
+def _digests(values: Values, offsets: Ints) -> Ints:
+    """``[n]``: a number of each row's values in their order; equal ones of other values or another order would be chance."""
     if isinstance(values, Bag):
-        return _sums(values.array("ids"), values.offsets[offsets])
+        return _digests(_digests(values.array("ids"), values.offsets), offsets)
     assert isinstance(values, np.ndarray)
-    bits = np.ascontiguousarray(values).view(f"i{values.itemsize}")
-    running = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(bits if bits.ndim == 1 else bits.sum(1, dtype=np.int64), dtype=np.int64, out=running[1:])
-    return running[offsets[1:]] - running[offsets[:-1]]
+    bits = np.ascontiguousarray(values).view(f"i{values.itemsize}").astype(np.int64, copy=False)
+    if bits.ndim > 1:
+        bits = bits @ _factors(bits.shape[1])
+    lengths = np.diff(offsets)
+    places = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    running = np.zeros(places.size + 1, dtype=np.int64)
+    np.cumsum(bits[offsets[0] : offsets[-1]] * _factors(int(lengths.max(initial=0)))[places], out=running[1:])
+    return running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
+
+
+def _factors(n: int) -> Ints:
+    """Random odd numbers ``[n]`` of 64 bits: sums with them, modulo 2^64, tell sequences of integers apart."""
+    return mix64_(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN).view(np.int64) | 1
 
 
 def _values_of(offsets: Ints, rows: Rows) -> Rows:

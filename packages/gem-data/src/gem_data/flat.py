@@ -6,7 +6,6 @@ the columns of an event were. Rows of one user and one time do not see each othe
 
 from __future__ import annotations
 
-import gzip
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -160,8 +159,8 @@ def _delimiter(path: Path, form: str) -> str:
     """What separates fields: in .csv files whose header has semicolons and no comma, as some spreadsheets write them, these."""
     if form != ".csv":
         return _DELIMITERS[form]
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        header = file.readline(1 << 16)
+    with pa.input_stream(str(path)) as file:
+        header = file.read(1 << 16).partition(b"\n")[0]
     return ";" if b";" in header and b"," not in header else _DELIMITERS[form]
 
 

@@ -57,7 +57,8 @@ class MetricSet:
         labels, weights = batch.labels.double(), batch.weights
         if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all()):
             fix = "the source must give weights of at least 0; 0 leaves a sample out"
-            raise DataError("a sample of the evaluation data has a weight that is negative or not finite", fix=fix)
+            what = "a sample of the evaluation data has a weight that is negative or not finite"
+            raise DataError(what, where="features.weight", fix=fix)
         for i, task in enumerate(self.metrics):
             column, source = tasks.index(task), batch.label_names.index(task)
             weight = torch.ones(batch.size, dtype=torch.float64) if weights is None else weights.double()

@@ -70,6 +70,7 @@ def backward(
     """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``."""
     from gem_kernels.triton.attention.schedule import tile_list
     from gem_kernels.triton.dense import norm, norm_gdpa
+    from gem_kernels.triton.dense.support import weight_grad
     from gem_kernels.triton.pool_rows import kernels
 
     x, a, offsets, y, w, r = saved
@@ -95,7 +96,7 @@ def backward(
     else:
         beside = beside if late is None else late.finished().view(x.shape)
         dx = norm.norm_grads(x, None, g, None if beside is None else beside.contiguous(), None, r, False, False, False)[0]
-    return dx, e.t() @ x
+    return dx, weight_grad(e, x).to(a.dtype)
 
 
 def specs() -> list[KernelSpec]:

@@ -332,7 +332,8 @@ def test_what_could_be_saved_is_said(config: Path, monkeypatch: pytest.MonkeyPat
     assert re.search(r"Launches cost [\d.,]+ ms of the step: train\.capture = true .* would take [\d.,]+ ms", " ".join(told[0].split()))
     assert re.search(r"tables [\d.]+ MB by", told[0])
     assert "Launches" not in told[1]
-    for more, hinted in ((["parallel.dense=ddp"], True), (["parallel.dense=ddp", "train.accumulate=2"], False)):
+    ddp, refused = "parallel.dense=ddp", ("train.accumulate=2", "train.tables.kind=adamw", "parallel.dense=hsdp")
+    for more, hinted in (([ddp], True), *(([ddp, key], False) for key in refused)):
         assert main([*base, "--given", *(text for key in more for text in ("--set", key))]) == 0
         assert ("Launches cost" in capsys.readouterr().out) == hinted
 

@@ -137,11 +137,14 @@ def test_what_cannot_be_is_refused_with_its_keys(search: Any) -> None:
     code, text, plan = search("parallel.replicate=3", more=("--free", "parallel.replicate"))
     assert code == 0
     assert plan["parallel"]["replicate"] * plan["parallel"]["shard"] * plan["parallel"]["expert"] == 8
-    code, text, _ = search("parallel.dense=fsdp", "train.capture=true")
-    assert code == 2
-    assert 'captured steps keep the dense part whole (ddp) where: parallel.dense = "fsdp", train.capture = true' in text
-    code, text, _ = search(more=("--free", "paralel"))
-    assert (code, "'paralel' is nothing that a search decides" in text) == (2, True)
+    for keys in (("parallel.dense=fsdp",), ("parallel.dense=hsdp", "parallel.shard=1")):
+        code, text, _ = search(*keys, "train.capture=true")
+        assert code == 2
+        assert f'captured steps keep the dense part whole (ddp) where: parallel.dense = "{keys[0][-4:]}"' in text
+        assert "train.capture = true" in text
+    for key in ("paralel", "paralel.torchrec.tables.item.sharding"):
+        code, text, _ = search(more=("--free", key))
+        assert (code, f"'{key}' is nothing that a search decides" in text) == (2, True)
     code, text, _ = search(more=("--free", "parallel"), given=True)
     assert (code, "--given plans nothing anew" in text) == (2, True)
 
@@ -173,6 +176,14 @@ def test_options_of_fsdp_hold_for_its_copies(search: Any) -> None:
     assert plan["parallel"]["hsdp"]["reduce_dtype"] == "bf16"
     assert plan["parallel"]["hsdp"]["reshard_after_forward"] is True
     assert "parallel.fsdp.reshard_after_forward = true" in text
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_options_of_copies_that_share_nothing_hold_too(search: Any, value: str) -> None:
+    code, text, plan = search("parallel.dense=hsdp", "parallel.shard=1", f"parallel.hsdp.reshard_after_forward={value}")
+    assert code == 0, text
+    assert json.dumps(plan["parallel"]["hsdp"]["reshard_after_forward"]) == value
+    assert (plan["parallel"]["dense"], plan["parallel"]["replicate"]) == ("hsdp", 8)
 
 
 def test_recomputation_that_is_set_is_kept_and_counted(search: Any) -> None:

@@ -46,6 +46,11 @@ def host_bounds(chosen: Estimate) -> bool:
     return chosen.host_seconds > 0.95 * chosen.seconds
 
 
+def _capturable(workload: Workload, world: int, config: Config) -> bool:
+    """Whether training would record such steps on so many processes, as far as a configuration tells."""
+    return workload.capturable and (world == 1 or config.train.tables.kind != "adamw")
+
+
 def found(workload: Workload, place: Cluster, world: int, config: Config, kept: Fixed, strategies: Sequence[str]) -> Answer:
     """The best arrangement that agrees with ``kept``, with tables by one of ``strategies``.
 
@@ -57,7 +62,7 @@ def found(workload: Workload, place: Cluster, world: int, config: Config, kept: 
         return plan(Space.build(work, place, world, sparse=strategies, widths=types, fixed=fixed))
 
     best, captured = search(kept), None
-    if workload.capturable and host_bounds(best.runnable):
+    if _capturable(workload, world, config) and host_bounds(best.runnable):
         with suppress(ConfigError):  # layers that must be sharded cannot be captured
             captured = search(kept, replace(workload, captured=True)).runnable
     return Answer(best.space, best.runnable, best.best, captured, kept, search)
@@ -67,6 +72,6 @@ def as_it_is(workload: Workload, place: Cluster, world: int, config: Config) -> 
     """The arrangement of ``config`` itself."""
     space, chosen = given(config, workload, place, world)
     captured = None
-    if workload.capturable and host_bounds(chosen) and chosen.dense.spread == 1:
+    if _capturable(workload, world, config) and host_bounds(chosen) and chosen.dense.averages:
         captured = given(config, replace(workload, captured=True), place, world)[1]
     return Answer(space, chosen, chosen, captured)

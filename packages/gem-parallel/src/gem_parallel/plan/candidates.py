@@ -52,6 +52,11 @@ class Dense:
         """Ranks that hold different pieces of a parameter."""
         return self.shard * self.expert
 
+    @property
+    def averages(self) -> bool:
+        """Whether all that ranks do for the dense part is to average gradients, which is what captured steps can hold."""
+        return self.strategy in ("single", "ddp")
+
     def gathered_bytes(self, workload: Workload) -> int:
         """Of a gathered parameter of a layer."""
         return workload.compute_bytes if self.param_dtype is None else BYTES[self.param_dtype]
@@ -189,14 +194,15 @@ def dense_candidates(workload: Workload, world: int, cluster: Cluster, fixed: Fi
                 one = Dense(replicate, shard, expert, order, reshard)
                 if cluster.collectives.copy_engine is not None and one.group(cluster, "shard", "expert").uses(0):
                     one = replace(one, collective=COPY_ENGINE)
-                # Captured steps of several processes do no more than average gradients.
-                if one.spread > 1 if workload.captured else not reshard and one.spread == 1:
+                if not reshard and one.spread == 1:
                     continue
                 if fixed is not None:
                     kept = fixed.dense(one)
                     if kept is None:
                         continue
                     one = typed(kept, workload)
+                if workload.captured and not one.averages:
+                    continue
                 seat = tuple(one.group(cluster, *names) for names in (("expert",), ("shard",), ("replicate",), ("shard", "expert")))
                 found.setdefault((replicate, shard, expert, reshard, seat), one)
     return list(found.values())

@@ -105,8 +105,10 @@ class Fixed:
         if one.strategy not in _SIBLINGS:
             return one
         reshard, dtype, collective = (self._option(one.strategy, key) for key in _SHARDED)
-        if reshard is not None and reshard != one.reshard and one.spread > 1:
-            return None
+        if reshard is not None and reshard != one.reshard:
+            if one.spread > 1:
+                return None
+            one = replace(one, reshard=reshard)
         return replace(one, param_dtype=dtype, collective=one.collective if collective is None else collective)
 
     def sparse(self, one: Sparse, classes: Sequence[TableClass]) -> Sparse | None:
@@ -168,8 +170,9 @@ def _inside(key: str, section: str) -> bool:
 
 def _check(free: Sequence[str], values: Mapping[str, Any]) -> None:
     known = [f"parallel.{key}" for key in CORE] + [f"parallel.{name}.{key}" for name, keys in OPTIONS.items() for key in keys]
+    tables = tuple(f"parallel.{name}.tables." for name, keys in OPTIONS.items() if "sharding" in keys)
     for key in free:
-        if not any(_inside(one, key) for one in (*known, RECOMPUTE, *values)) and ".tables." not in key:
+        if not any(_inside(one, key) for one in (*known, RECOMPUTE, *values)) and not key.startswith(tables):
             raise ConfigError(
                 f"{key!r} is nothing that a search decides", where="--free", fix=f"it decides {', '.join((*known, RECOMPUTE))}"
             )

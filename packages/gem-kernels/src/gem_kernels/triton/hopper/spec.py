@@ -30,8 +30,8 @@ _TRITON = "3.6"
 _WIDTHS = (64, 128, 256)
 _BEYOND = frozenset({"num_targets", "target_k", "target_v", "context_len", "kv_index", "bias_position", "bias_time"})
 _BIAS = frozenset({"bias_position", "bias_time"})
-_LONGEST_BIASED = 4096
 _LEAST_SCALE = 1e-6
+_LONGEST_BIASED = 4096
 """A row's time buckets take a byte for each key that it sees, of which a causal mask leaves half: 2 KiB beside a row's kilobyte of q."""
 
 

@@ -87,7 +87,9 @@ def test_histories_that_differ_within_a_request(tmp_path):
         list(ParquetSource(tmp_path / "b.parquet", declared(request="request"), batch_size=4))
 
 
-@pytest.mark.parametrize("change", [{"seen": [1, 3]}, {"seen": [2, 1]}, {"seen": [0, 3]}, {"kinds": [[1], [2, 2]]}, {"kinds": [[], [1, 2]]}, {"at": [1, 3]}])
+@pytest.mark.parametrize(
+    "change", [{"seen": [1, 3]}, {"seen": [2, 1]}, {"seen": [0, 3]}, {"kinds": [[1], [2, 2]]}, {"kinds": [[], [1, 2]]}, {"at": [1, 3]}]
+)
 def test_histories_of_one_length_that_differ_within_a_request(tmp_path, change):
     """As those that are cut to the newest events are: which impression's history would the others get?"""
     row = {"request": 1, "item": 1, "click": 0, "seen": [1, 2], "kinds": [[1], [2]], "at": [1, 2]}

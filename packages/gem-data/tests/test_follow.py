@@ -283,6 +283,18 @@ def test_a_run_is_gone_on_with_until_another_partition(folder, tmp_path):
         train(load_config(path, more | {"data.parquet-follow.marker": "DONE"}), run_dir=tmp_path / "run", resume=True, quiet=True)
 
 
+def test_what_a_followed_column_of_hashed_ids_holds_is_known_from_its_first_partition_on(folder, tmp_path):
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder))
+    hashed = {"train.steps": 2, "features.sparse.item.hash": True}
+    train(load_config(path, hashed), run_dir=tmp_path / "run", quiet=True)
+    header = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert header["hashed"] == {"sparse.item": ["integers"]}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(header | {"hashed": {"sparse.item": ["text"]}}))
+    with pytest.raises(DataError, match="holds integers, in training text"):
+        train(load_config(path, hashed | {"train.warm_start": str(tmp_path / "run")}), run_dir=tmp_path / "next", quiet=True)
+
+
 def test_what_looks_at_a_followed_log_waits_for_nothing(folder, tmp_path):
     path = tmp_path / "follow.toml"
     path.write_text(CONFIG.format(folder=folder).replace("idle_s = 0\n", ""))

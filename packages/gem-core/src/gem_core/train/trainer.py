@@ -308,6 +308,9 @@ class Trainer:
         if fed.flops is not None and fed.host.size:
             self.header["flops_per_sample"] = fed.flops / fed.host.size
         self.header["kernels"] = sorted(self.choices)
+        self.header["hashed"] = hashed_of(self.feed.source)  # a followed log tells it with its first partition
+        if self.warm is not None:
+            check_hashed(self.feed.source, hashed_in(RunFolder(Path(self.warm["run"]))))
         if self.runtime.main:
             self.folder.write_json(self.folder.header, self.header)
 

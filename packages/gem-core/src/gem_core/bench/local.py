@@ -7,10 +7,9 @@ are parts of a step too, but no layers: they have no FLOPs, and the local MFU is
 The floor of a part is the longer of its FLOPs (the least that it needs, `gem_core.model.flops`) over the matrix product rate and its least
 bytes over the copy rate, both rates measured in the same run (`gem_core.bench.ceilings`). What the floors are a share of is told twice: of
 the parts alone, and of a whole training step, as the configuration has it (``train.capture``), of the same batch in the same run. Least
-bytes are 3 times inputs and parameters and twice
-outputs (read once forward; backward inputs are read and their gradients written, and gradients of outputs read), those of AdamW 28 a
-parameter (parameter and two moments read and written, the gradient read; with a copy in 16 bits that is written, the gradient has 16 bits
-too).
+bytes are 3 times inputs and parameters and twice outputs (read once forward; backward inputs are read and their gradients written, and
+gradients of outputs read), those of AdamW 28 a parameter (parameter and two moments read and written, the gradient read; with a copy in 16
+bits that is written, the gradient has 16 bits too).
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def repeated(parts: Parts, step: TrainStep, host: Batch, rt: Runtime, *, windows
     """Seconds of a training step on the same batch again and again, brought to the device each time: the median of windows."""
     groups = grouped(Feed(_Again(host), rt.device, None), step.config.train.accumulate, step.looks_ahead)
     run = _Run(parts, step, Outcomes(rt.device), groups, rt)
-    run(WINDOW if rt.device.type == "cuda" else 1)
     size = WINDOW if rt.device.type == "cuda" else 1
+    run(size)
     return float(statistics.median(_window(run(size), rt)["step_s"] for _ in range(windows)))
 
 

@@ -21,7 +21,7 @@ from gem_kernels.triton.common.configs import Config, choose
 from gem_kernels.triton.common.device import DeviceInfo
 from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.hopper import bias_ptx
-from gem_kernels.triton.hopper.launch import _addressable, _box, _nothing
+from gem_kernels.triton.hopper.launch import _addressable, _box, _folded, _nothing, _slope_scale, _value_scale
 
 _ROWS = 128
 _UNIT = 8192
@@ -29,7 +29,6 @@ _UNIT = 8192
 _CODES, _LANES = 256, 32
 # Tiles that are dealt by their size, in waves of as many as are worked on at a time.
 _WAVES = 4
-_FOLDED = {"fast_gelu": 1, "silu": 2, "fast_silu": 2}
 
 
 def forward(problem: Problem, tensors: tuple[Tensor | None, ...], gluon_only: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -144,13 +143,11 @@ def _dkdv(pass_: launch_backward._Backward, dk: Tensor, dv: Tensor, config: Conf
     x, p, t = pass_.x, pass_.x.plan, pass_.x.tables
     tiles = x.k_tiles(_ROWS)
     entries, codes = coded(x, tiles, keys=True)
-    folded = _folded(p)
-    left, value = ((1.5, 0.5)[folded - 1], 0.5 * p.scale) if folded else (p.folded_gain, p.folded_gain)
     launch(
         hopper_bias_dkdv_kernel, (min(x.info.sms, tiles.bound * p.kv_heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(pass_.dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, pass_.lse, pass_.delta,
         entries, tiles.count, x.k_offsets, t.down, t.time, codes, x.act_ids,
-        x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, p.scale * p.out_scale * left, p.out_scale * value, dk.stride(0),
+        x.batch, x.out_rows, x.k.shape[0], x.radius, x.edges, p.scale, _slope_scale(p), _value_scale(p), dk.stride(0),
         *bias_strides(x),
         HKV=p.kv_heads, LANES=x.edges < _LANES, **constants(p), **config,
     )  # fmt: skip
@@ -177,7 +174,7 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dq, 64), dq, out, pass_.lse, pass_.delta,
         entries, tiles.count, x.q_offsets, t.up, t.time, codes, x.bias_time_edges, x.q_times, x.k_times,
         pass_.ds_own, k, partial, x.act_ids,
-        x.batch, x.out_rows, x.radius, x.edges, width, p.scale, p.scale * p.out_scale * left, p.folded_gain / left, pass_.delta_scale,
+        x.batch, x.out_rows, x.radius, x.edges, width, p.scale, _slope_scale(p), p.folded_gain / left, pass_.delta_scale,
         *strides, dq.stride(0), *bias_strides(x), x.k.stride(0), x.k.stride(1),
         H=p.heads, SAME=x.q_times is x.k_times and x.q_offsets is x.k_offsets, TIME_STEPS=x.time_steps, PAD=PAD, LANES=x.edges < _LANES,
         **sums, **constants(p, 16), **config,
@@ -193,12 +190,11 @@ def _forward(x: Inputs, out: Tensor, lse: Tensor | None, config: Config) -> None
     entries, codes = coded(x, tiles)
     own = launch_forward._own_scores(x) if p.targets else None
     v = x.v if p.targets else None
-    folded = _folded(p)
     launch(
         hopper_bias_fwd_kernel, (min(x.info.sms, tiles.bound * p.heads),), x.device,
         _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(out, 64), out, lse, entries, tiles.count, x.q_offsets,
         t.up, t.time, codes, own, v, x.act_ids,
-        x.batch, x.out_rows, x.radius, x.edges, p.scale, p.out_scale * (0.5 * p.scale if folded else p.folded_gain), out.stride(0),
+        x.batch, x.out_rows, x.radius, x.edges, p.scale, _value_scale(p), out.stride(0),
         *bias_strides(x), x.v.stride(0), x.v.stride(1),
         H=p.heads, LANES=x.edges < _LANES, **constants(p), **{name: value for name, value in config.items() if name != "GLUON"},
     )  # fmt: skip
@@ -243,11 +239,6 @@ def table(x: Inputs, tiles: TileList, keys: bool) -> Tensor:
         ROWS=_ROWS, KEYS=keys, CAUSAL=x.plan.causal, PACKED=packed, WAVES=_WAVES, MATES=triton.next_power_of_2(_WAVES * slots), num_warps=1,
     )  # fmt: skip
     return found
-
-
-def _folded(p: Plan) -> int:
-    """Which of the kernels' own activations, 0 for none of them; of a biased score, so that only a half is left to the epilogue."""
-    return 0 if p.softmax or p.dtype != "bf16" or isinstance(p.activation, tuple) else _FOLDED.get(p.activation, 0)
 
 
 def constants(p: Plan, warps: int = 12) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Nothing waits for the device: the sums of a sample and every loss are copied to pinned memory and judged ``lag`` steps later, on every rank
 at the same step and, since the sums are added over the ranks first, with the same result: also for sites that only some ranks have, as
-those of experts that are spread, or that only some have sampled.
+those of experts that are spread, or that only some have sampled. For that, several ranks tell each other what they have sampled, and wait
+for it in the steps that are.
 
 ::
 

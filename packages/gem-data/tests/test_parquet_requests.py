@@ -88,7 +88,10 @@ def test_histories_that_differ_within_a_request(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seen": [1, 3]}, {"seen": [2, 1]}, {"seen": [0, 3]}, {"kinds": [[1], [2, 2]]}, {"kinds": [[], [1, 2]]}, {"at": [1, 3]}]
+    "change",
+    [{"seen": [1, 3]}, {"seen": [2, 1]}, {"seen": [0, 3]}, {"at": [1, 3]}]
+    + [{"kinds": kinds} for kinds in ([[1], [2, 2]], [[], [1, 2]], [[1], [2, 0]], [[2], [1]])],
+    ids=str,
 )
 def test_histories_of_one_length_that_differ_within_a_request(tmp_path, change):
     """As those that are cut to the newest events are: which impression's history would the others get?"""

@@ -262,21 +262,24 @@ def _joined(pieces: list[Array]) -> Array:
 def _digests(values: Values, offsets: Ints) -> Ints:
     """``[n]``: a number of each row's values in their order; equal ones of other values or another order would be chance."""
     if isinstance(values, Bag):
-        return _digests(_digests(values.array("ids"), values.offsets), offsets)
+        bags = _digests(values.array("ids"), values.offsets) + np.diff(values.offsets) * GOLDEN.view(np.int64)  # ids 0 add nothing
+        return _digests(bags, offsets)
     assert isinstance(values, np.ndarray)
     bits = np.ascontiguousarray(values).view(f"i{values.itemsize}").astype(np.int64, copy=False)
     if bits.ndim > 1:
         bits = bits @ _factors(bits.shape[1])
     lengths = np.diff(offsets)
     places = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    running = np.zeros(places.size + 1, dtype=np.int64)
+    running: Ints = np.zeros(places.size + 1, dtype=np.int64)
     np.cumsum(bits[offsets[0] : offsets[-1]] * _factors(int(lengths.max(initial=0)))[places], out=running[1:])
-    return running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
+    found: Ints = running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
+    return found
 
 
 def _factors(n: int) -> Ints:
     """Random odd numbers ``[n]`` of 64 bits: sums with them, modulo 2^64, tell sequences of integers apart."""
-    return mix64_(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN).view(np.int64) | 1
+    factors: Ints = mix64_(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN).view(np.int64)
+    return factors | 1
 
 
 def _values_of(offsets: Ints, rows: Rows) -> Rows:

@@ -195,7 +195,8 @@ class Block:
         first, index = first[turn], np.argsort(turn, kind="stable")[index.reshape(-1)]
         for name, group in batch.sequences.items():
             lengths, offsets = group.lengths.numpy(), group.offsets.numpy()
-            told = {"": lengths} | {key: _digests(values, offsets) for key, values in self.bags[f"sequences.{name}"].values.items()}
+            factors = _by_place(offsets)  # once for all columns of the events
+            told = {"": lengths} | {k: _digests(v, offsets, factors) for k, v in self.bags[f"sequences.{name}"].values.items()}
             for key, numbers in told.items():
                 wrong = np.flatnonzero(numbers != numbers[first][index])
                 if wrong.size:
@@ -259,20 +260,27 @@ def _joined(pieces: list[Array]) -> Array:
     return whole
 
 
-def _digests(values: Values, offsets: Ints) -> Ints:
-    """``[n]``: a number of each row's values in their order; equal ones of other values or another order would be chance."""
+def _digests(values: Values, offsets: Ints, factors: Ints) -> Ints:
+    """``[n]``: a number of each row's values in their order; equal ones of other values or another order would be chance. ``factors``:
+    `_by_place` of the offsets."""
     if isinstance(values, Bag):
-        bags = _digests(values.array("ids"), values.offsets) + np.diff(values.offsets) * GOLDEN.view(np.int64)  # ids 0 add nothing
-        return _digests(bags, offsets)
+        inside = _digests(values.array("ids"), values.offsets, _by_place(values.offsets))
+        values = inside + np.diff(values.offsets) * GOLDEN.view(np.int64)  # ids 0 add nothing inside
     assert isinstance(values, np.ndarray)
     bits = np.ascontiguousarray(values).view(f"i{values.itemsize}").astype(np.int64, copy=False)
     if bits.ndim > 1:
         bits = bits @ _factors(bits.shape[1])
+    running: Ints = np.zeros(factors.size + 1, dtype=np.int64)
+    np.cumsum(bits[offsets[0] : offsets[-1]] * factors, out=running[1:])
+    found: Ints = running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
+    return found
+
+
+def _by_place(offsets: Ints) -> Ints:
+    """The factor of each value by its place in its row."""
     lengths = np.diff(offsets)
     places = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    running: Ints = np.zeros(places.size + 1, dtype=np.int64)
-    np.cumsum(bits[offsets[0] : offsets[-1]] * _factors(int(lengths.max(initial=0)))[places], out=running[1:])
-    found: Ints = running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
+    found: Ints = _factors(int(lengths.max(initial=0)))[places]
     return found
 
 

@@ -1,10 +1,9 @@
-"""How kernels are timed: CUDA-graph replays, variants interleaved, medians; and the machine's ceilings measured in the same run."""
+"""How kernels are timed: CUDA-graph replays, variants interleaved, memory and errors beside the times."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -50,11 +49,6 @@ def interleaved_ms(variants: dict[str, Run], *, rounds: int = 7, target_ms: floa
         for name, run in variants.items():
             times[name].append(_elapsed(run, repeats[name]))
     return times
-
-
-def median_ms(run: Run, **settings: float) -> float:
-    """Median of one variant."""
-    return statistics.median(interleaved_ms({"run": run}, **settings)["run"])  # type: ignore[arg-type]
 
 
 def _elapsed(run: Run, repeats: int) -> float:

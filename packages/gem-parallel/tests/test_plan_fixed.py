@@ -164,9 +164,13 @@ def test_a_plan_may_be_planned_again(search: Any, tmp_path: Path) -> None:
     assert code == 0
     assert edited["parallel"]["replica"] == 2
     assert "parallel.replica = 2" in text
-    code, text, _ = search(f"parallel.replicate={plan['parallel']['replicate']}", world=8, file=again)
+    replicate = f"replicate={plan['parallel']['replicate']}"
+    code, text, _ = search(f"parallel.{replicate}", world=8, file=again)
     assert code == 2
     assert "parallel.replicate = 4" in text
+    code, text, section = search(f"parallel={{{replicate}}}", world=8, file=again)
+    assert (code, section["parallel"]["replicate"], section["parallel"]["shard"]) == (0, 4, 2)
+    assert text.partition("and kept: ")[2].startswith("parallel.replicate = 4. ")
 
 
 def test_options_of_fsdp_hold_for_its_copies(search: Any) -> None:

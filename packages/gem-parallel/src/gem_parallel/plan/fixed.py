@@ -60,7 +60,7 @@ class Fixed:
         """What ``config`` sets, but for what an earlier plan decided (``plan.decided``) and nobody changed since.
 
         :param free: keys or whole sections that are decided anew although they are set.
-        :param now: keys that the command line sets: they hold whatever was planned before.
+        :param now: keys or whole sections that the command line sets: they hold whatever was planned before.
         :raises ConfigError: ``free`` names nothing that a search decides.
         """
         asked = config.parallel
@@ -76,7 +76,7 @@ class Fixed:
             for key, value in values.items()
             if value not in _OPEN
             and not any(_inside(key, freed) for freed in free)
-            and (key in now or key not in before or before[key] != value)
+            and (any(_inside(key, one) for one in now) or key not in before or before[key] != value)
         }
         return cls(values, section)
 

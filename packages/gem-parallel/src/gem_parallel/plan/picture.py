@@ -150,7 +150,7 @@ def memory_svg(space: Space, chosen: Estimate) -> str:
 
 
 def _ticks(top: float) -> list[float]:
-    """Four to nine round sizes from 0 to below ``top``."""
+    """Four to ten round sizes from 0 to below ``top``."""
     step = 10.0 ** math.floor(math.log10(top / 4))
     step *= next(factor for factor in (5, 2, 1) if top / (step * factor) >= 4 or factor == 1)
     return [step * i for i in range(math.ceil(top / step))]

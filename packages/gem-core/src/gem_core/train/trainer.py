@@ -304,11 +304,13 @@ class Trainer:
         return None
 
     def _complete_header(self, fed: Fed) -> None:
-        """What is known after the first step only: the FLOPs of a sample and the implementations that the ops chose."""
+        """What the first step tells: FLOPs, chosen kernels, what a followed log's columns hold.
+
+        :raises DataError: they hold something else than in the run to start from."""
         if fed.flops is not None and fed.host.size:
             self.header["flops_per_sample"] = fed.flops / fed.host.size
         self.header["kernels"] = sorted(self.choices)
-        self.header["hashed"] = hashed_of(self.feed.source)  # a followed log tells it with its first partition
+        self.header["hashed"] = hashed_of(self.feed.source)
         if self.warm is not None:
             check_hashed(self.feed.source, hashed_in(RunFolder(Path(self.warm["run"]))))
         if self.runtime.main:

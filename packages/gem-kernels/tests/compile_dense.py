@@ -18,6 +18,7 @@ from pipeline_rings import overrun
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
 from gem_core.ops import dispatch
+from gem_core.ops.contract import Problem
 from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
 from gem_kernels.triton.common.launch import Compiled, compile_only
@@ -25,6 +26,7 @@ from gem_kernels.triton.hopper import block as hopper_block
 from gem_kernels.triton.hopper import linear_norm as hopper_linear_norm
 from gem_kernels.triton.hopper import mlp as hopper_mlp
 from gem_kernels.triton.hopper import norm_linear as hopper_norm_linear
+from gem_kernels.triton.pool_rows import spec as pool_rows
 
 BF16 = torch.bfloat16
 SPECS = {spec.op: spec for family in (block, dense, jagged) for spec in family.specs()}
@@ -81,6 +83,7 @@ def main(arch: str, *labels: str) -> None:
             _compile_hopper_rows(kind, affine)
         _compile_hopper_block()
         _compile_hopper_input_grad()
+        _compile_pool_rows()
 
 
 def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
@@ -126,6 +129,16 @@ def _compile_hopper_input_grad() -> None:
     with compile_only("sm_90") as done:
         hopper_norm_linear._input_grad(x, _t(512, 512), x, _t(256, dtype=torch.float32), x)
     _tell("hopper input gradient", done)
+
+
+def _compile_pool_rows() -> None:
+    x, a, offsets = _t(300, 512), _t(128, 512), lengths_to_offsets(torch.tensor([100, 200]))
+    options = ("eps", 1e-6), ("scale", 0.1)
+    problem = Problem("pool_rows", "cuda", 90, (("x", BF16),), (("C", 512), ("M", 128), ("G", 4)), options)
+    with compile_only("sm_90") as done:
+        y, saved = pool_rows.forward(problem, x, a, offsets)
+        pool_rows.backward(problem, (x, a, offsets, y, *saved), (torch.ones_like(y), None), (True, True))
+    _tell("pool_rows", done)
 
 
 def _tell(label: str, done: list[Compiled]) -> None:

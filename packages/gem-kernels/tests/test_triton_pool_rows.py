@@ -16,7 +16,8 @@ from gem_core.jagged import lengths_to_offsets
 from gem_core.model import pooling
 from gem_core.model.pooling import SeedPooling
 from gem_core.model.rows import Rows
-from gem_core.ops import dispatch, meeting
+from gem_core.ops import dispatch, meeting, pool_rows
+from gem_core.ops.contract import Problem
 from gem_kernels.triton import dense
 from gem_kernels.triton import pool_rows as family
 from gem_kernels.triton.common.device import on_cpu
@@ -95,6 +96,35 @@ def test_repeated_runs_agree() -> None:
     first, second = (_step(module, s, rows) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a quarter of a million rows take a GPU")
+def test_many_rows_agree_with_projecting_and_from_run_to_run() -> None:
+    """Every output by itself, with as many tiles under way as in a training step."""
+    lengths = torch.randint(0, 1000, (512,), generator=torch.Generator().manual_seed(2)).tolist()
+    module = _module()
+    s, rows = _rows(lengths, 7)
+    problem = Problem(pool_rows.OP, "cuda", None, (("x", DTYPE),), (("C", WIDE), ("M", 128), ("G", 4)), (("eps", 1e-6), ("scale", 0.1)))
+    a = torch.randn(128, WIDE, generator=torch.Generator().manual_seed(3)).to(DEVICE, DTYPE)
+    dy = torch.randn(4, len(lengths), 32, WIDE, generator=torch.Generator().manual_seed(4)).to(DEVICE, DTYPE)
+
+    def outputs() -> list[Tensor]:
+        y, saved = kernels.forward(problem, s.detach(), a, rows.offsets)
+        return [y, *saved, *kernels.backward(problem, (s.detach(), a, rows.offsets, y, *saved), (dy, None), (True, True))]
+
+    first, live = outputs(), sum(lengths)
+    for _ in range(5):
+        for name, one, two in zip(("y", "w", "r", "dx", "da"), first, outputs()):
+            whole = name in ("y", "da")
+            assert torch.equal(one if whole else one[:live], two if whole else two[:live]), name
+    tokens, grads = _step(module, s, rows)
+    with pytest.MonkeyPatch.context() as usual:
+        usual.setattr(pooling, "MANY_ROWS", 1 << 60)
+        other, expected = _step(module, s.detach().requires_grad_(), rows)
+    assert float((tokens - other).norm() / other.norm()) < 1e-2
+    for (name, _), one, two in zip([("s", s), *module.named_parameters()], grads, expected):
+        if name != "kv.linear.bias":
+            assert float((one - two).norm() / two.norm()) < 3e-2, name
 
 
 def test_the_next_norm_gdpas_last_part_is_done_beside_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:

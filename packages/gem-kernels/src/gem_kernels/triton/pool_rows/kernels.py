@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.tiles import zero_slack
+from gem_kernels.triton.dense.norm_linear_kernels import own_copy
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _LOW = tl.constexpr(-1e30)
@@ -59,6 +60,9 @@ def pool_rows_scores_kernel(
     for start in tl.range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         x_tile = _load(x, i, live, c, C)
+        if x_tile.dtype.primitive_bitwidth == 16:
+            # The pipeliner counts no slot for a product under way when the tile also has a use in registers: from there it needs none.
+            x_tile = own_copy(x_tile)
         acc = tl.dot(x_tile, tl.trans(_load(a, j, j < M, c, C)), acc, input_precision=PRECISION)
         values = x_tile.to(tl.float32)
         squares += tl.sum(values * values, 1)

@@ -146,6 +146,8 @@ def test_torch_loaders_read_every_sample_once(path, tmp_path, workers):
     assert sorted(ids_of(loader)) == sorted(ids_of(source(path, tmp_path)))
 
 
+# a loader that is thrown away tells, from __del__, of a worker that aborted in PyTorch's queue while it was asked to end
+@pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stateful_loaders_resume_exactly_twice(path, tmp_path, workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")

@@ -13,6 +13,7 @@ from gem_core.model.config import DcnConfig, DinConfig, DlrmConfig, GemConfig, H
 from gem_core.model.din import Din
 from gem_core.model.flops import attention_pairs
 from gem_core.model.gem import Gem
+from gem_core.model.pooling import SeedPooling
 from gem_core.model.presets import PRESETS, counts, dense_parameters, find, preset
 from gem_core.model.sequential import Hstu, SasRec
 from gem_core.testing.models import random_batch, sample_features
@@ -272,3 +273,15 @@ def test_nothing_is_spared_where_it_is_not_less(pooling):
     """Rows taken as they are, queries of a candidate, more queries than columns."""
     model = Gem(GemConfig.model_validate({"sequence": {"dim": 16, "heads": 2, "candidate": True, "pooling": pooling}}), sample_features())
     assert not any(model.count_flops({"history": torch.tensor([30, 50])}, 2).spared.values())
+
+
+def test_linear_maps_of_a_recipe_need_not_tell_their_width():
+    model = Gem(GemConfig.model_validate({"sequence": {"dim": 64, "heads": 2, "pooling": {"seeds": 4}}}), sample_features())
+    lengths = {"history": torch.tensor([30, 50])}
+    plain = model.count_flops(lengths, 2)
+    assert any(plain.spared.values())
+    pools = [m for m in model.modules() if isinstance(m, SeedPooling)]
+    for pool in pools:
+        pool.kv.linear = torch.nn.Sequential(pool.kv.linear)
+    assert pools
+    assert model.count_flops(lengths, 2) == plain

@@ -178,7 +178,7 @@ def pooling_flops(count: FlopCount, pool: Pooling, c: SequenceConfig, rows: int,
         count.linear("pooling", pool.attention.queries, b)
         count.attend("pooling", rows * asked, c.heads, c.width)
         if pool.attention.queries is None:
-            count.spare("pooling", _projected(pool.attention, rows) - _of_rows(pool.attention, rows, b))
+            count.spare("pooling", _projected(pool.attention, rows) - _of_rows(pool.attention, c.dim, rows, b))
         out = pool.attention.out
         if isinstance(out, SumKron):
             count.linear("pooling", out.mix, b, c.heads * c.width)
@@ -194,9 +194,9 @@ def _projected(pool: SeedPooling, rows: int) -> int:
     return 3 * rows * linear_flops(pool.kv) + attention_flops(*shape) + attention_flops(*shape, backward=True)
 
 
-def _of_rows(pool: SeedPooling, rows: int, b: int) -> int:
+def _of_rows(pool: SeedPooling, dim: int, rows: int, b: int) -> int:
     """Those of `gem_core.ops.pool_rows`: two products with each row forward, four backward, and the sums' map to values."""
-    dim, width = pool.kv.linear.in_features, pool.heads * pool.head_dim
+    width = pool.heads * pool.head_dim
     return 12 * rows * pool.seed_count * pool.heads * dim + 6 * b * pool.seed_count * dim * width
 
 

@@ -1,10 +1,9 @@
-"""The trainer as a whole, on a toy model and a toy source: files, exact resumption, non-finite steps, early stopping."""
+"""The trainer as a whole, on a toy model and a toy source: files, exact resumption, non-finite steps, the length of a run."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shutil
 import signal
 import sys
@@ -18,7 +17,6 @@ import gem_core
 import gem_core.train
 from gem_core import plugins
 from gem_core.errors import CheckpointError, ConfigError, NumericsError, RunError
-from gem_core.metrics.contract import Value
 from gem_core.train import trainer
 from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.pack import load_packed
@@ -35,6 +33,7 @@ def _toys():
 
 
 toys = _toys()
+train, lines, losses, tensors = toys.train, toys.lines, toys.losses, toys.tensors
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +41,6 @@ def _installed():
     toys.install()
     yield
     plugins.reset()
-
-
-def train(path, resume=False, overwrite=False, callbacks=(), **sections):
-    return gem_core.train(toys.config(**sections), run_dir=path, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=True)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(path):
-    return [(r["step"], r["loss"], r["samples"], r["grad_norm"]) for r in lines(path / "metrics.jsonl")]
 
 
 def test_the_package_is_the_function():
@@ -106,11 +93,6 @@ def test_two_runs_are_equal_and_another_seed_is_not(tmp_path):
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
 
 
-def _tensors(run, step):
-    store = gem_core.train.runfolder.RunFolder(run).checkpoints.load(step)
-    return {f"{part}.{k}": v for part in ("model", "optimizer", "tables") for k, v in store.tensors(part).items()}
-
-
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_resuming_twice_continues_exactly(tmp_path, log_every):
     base = {
@@ -133,7 +115,7 @@ def test_resuming_twice_continues_exactly(tmp_path, log_every):
     assert [(e["step"], e["tasks"]) for e in lines(broken / "eval.jsonl")] == [
         (e["step"], e["tasks"]) for e in lines(straight / "eval.jsonl")
     ]
-    a, b = _tensors(straight, 30), _tensors(broken, 30)
+    a, b = tensors(straight, 30), tensors(broken, 30)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
 
@@ -375,133 +357,6 @@ def test_a_checkpoint_that_is_written_behind_training_holds_what_was_then(tmp_pa
     assert kept["callbacks"] == {"given 0": {"steps": 4}}
     assert kept["window"]["weight"] == 4 * 32
     assert kept["window"]["loss"] == pytest.approx(32 * sum(x[1] for x in losses(tmp_path / "four")), rel=1e-6)
-
-
-# Evaluation decides
-
-
-def test_early_stop_and_restore_best(tmp_path):
-    overfit = {
-        "train": {"steps": 400, "optimizer": {"lr": 0.05}, "tables": {"lr": 0.5}, "log_every": 100},
-        "data": {"toy": {"rows": 64}},
-    }
-    result = train(tmp_path / "run", eval={"every": 5, "patience": 4, "restore_best": True, "monitor": "ctr.logloss"}, **overfit)
-    evals = lines(tmp_path / "run" / "eval.jsonl")
-    best = min(evals[:-1], key=lambda e: e["tasks"]["ctr"]["logloss"])
-    assert result.status == "early_stopped"
-    assert result.steps == best["step"] + 20
-    assert result.summary["best_step"] == best["step"]
-    assert result.tasks["ctr"] == best["tasks"]["ctr"]
-    final, kept = _tensors(tmp_path / "run", result.steps), _tensors(tmp_path / "run", best["step"])
-    assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
-
-
-def test_the_best_parameters_are_kept_of_a_run_that_was_stopped_at_its_last_step(tmp_path):
-    class Stop:
-        def on_step(self, run, record):
-            if run.step == 39:
-                signal.raise_signal(signal.SIGTERM)
-
-    overfit = {
-        "train": {"steps": 40, "optimizer": {"lr": 0.05}, "tables": {"lr": 0.5}, "log_every": 100},
-        "data": {"toy": {"rows": 64}},
-        "eval": {"every": 5, "restore_best": True, "monitor": "ctr.logloss"},
-    }
-    run = tmp_path / "run"
-    assert train(run, callbacks=[Stop()], **overfit).status == "interrupted"
-    result = train(run, resume=True, **overfit)
-    assert result.summary["best_step"] < 40
-    final, kept = _tensors(run, 40), _tensors(run, result.summary["best_step"])
-    assert all(torch.equal(final[k], kept[k]) for k in final if not k.startswith("optimizer."))
-
-
-def test_the_best_parameters_survive_a_kill_before_they_are_marked(tmp_path, monkeypatch):
-    overfit = {
-        "train": {"steps": 60, "optimizer": {"lr": 0.02}, "tables": {"lr": 0.1}, "log_every": 100, "keep_checkpoints": 1},
-        "data": {"toy": {"rows": 320}},
-        "eval": {"every": 4, "restore_best": True, "monitor": "ctr.logloss"},
-    }
-    best = train(tmp_path / "whole", **overfit).summary["best_step"]
-    assert 4 < best < 60
-    real = CheckpointStore.mark_best
-
-    def killed(store, step):
-        if step == best:
-            raise KeyboardInterrupt
-        real(store, step)
-
-    monkeypatch.setattr(CheckpointStore, "mark_best", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", **overfit)
-    monkeypatch.undo()
-    assert train(tmp_path / "run", resume=True, **overfit).summary["best_step"] == best
-    assert [e["step"] for e in lines(tmp_path / "run" / "eval.jsonl")] == [e["step"] for e in lines(tmp_path / "whole" / "eval.jsonl")]
-    a, b = (_tensors(tmp_path / name, 60) for name in ("whole", "run"))
-    assert all(torch.equal(a[k], b[k]) for k in a)
-
-
-def test_asking_for_the_best_parameters_of_a_run_that_kept_none(tmp_path, capsys):
-    how = {"train": {"steps": 8, "checkpoint_every": 8}, "eval": {"every": 2, "monitor": "ctr.calibration"}}
-    best = train(tmp_path / "run", **how).summary["best_step"]
-    assert best < 8
-    config = toys.config(train={"steps": 12}, eval={**how["eval"], "restore_best": True})
-    result = gem_core.train(config, run_dir=tmp_path / "run", resume=True)
-    assert f"there is no checkpoint of step {best}, the best so far" in capsys.readouterr().out
-    assert result.summary["best_step"] >= 8
-
-
-@pytest.mark.parametrize("within", [1, 2])
-def test_a_stop_ends_an_evaluation_which_is_made_up_for(tmp_path, monkeypatch, within):
-    """``within``: the first evaluation, or the last one, after training."""
-    how = {"train": {"steps": 8, "log_every": 1}, "eval": {"every": 4}, "data": {"eval_batch_size": 20}}
-    train(tmp_path / "whole", **how)
-    calls, seen = iter(range(1, 9)), []
-    real = trainer.evaluate
-
-    def evaluate(*arguments, stops):
-        def asked():
-            seen.append(call)
-            if call == within and seen.count(call) == 3:
-                signal.raise_signal(signal.SIGTERM)
-            return stops()
-
-        call = next(calls)
-        return real(*arguments, stops=asked)
-
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
-    result = train(tmp_path / "run", **how)
-    assert (result.status, result.steps) == ("interrupted", 4 * within)
-    assert seen.count(within) == 3, "the evaluation went on"
-    result = train(tmp_path / "run", resume=True, **how)
-    assert (result.status, result.steps) == ("finished", 8)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    made = [[(e["step"], e["tasks"]) for e in lines(tmp_path / name / "eval.jsonl")] for name in ("run", "whole")]
-    assert made[0] == made[1]
-
-
-def test_an_undefined_monitor_neither_stops_a_run_nor_keeps_it_going(tmp_path, monkeypatch, capsys):
-    """An evaluation whose labels are of one class says nothing; that is said where something depends on it."""
-    values = iter([Value(0.6), *[Value(None, "only one class")] * 3, Value(0.5), Value(None, "only one class"), Value(0.4)])
-    real = trainer.evaluate
-
-    def evaluate(*arguments, **more):
-        results, samples = real(*arguments, **more)
-        return {**results, "ctr": {**results["ctr"], "auc": next(values)}}, samples
-
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
-    how = {"monitor": "ctr.auc", "every": 2, "patience": 2}
-    result = gem_core.train(toys.config(train={"steps": 40, "log_every": 100}, eval=how), run_dir=tmp_path / "run")
-    assert (result.status, result.steps) == ("early_stopped", 14)
-    told = r"step (\d+): ctr.auc is undefined \(only one class\): .* neither as better nor as worse"
-    assert re.findall(told, capsys.readouterr().out) == ["4", "6", "8", "12"]
-    values = iter([Value(0.6), Value(None, "only one class")])
-    gem_core.train(toys.config(train={"steps": 4}, eval={"monitor": "ctr.auc", "every": 2}), run_dir=tmp_path / "other")
-    assert not re.findall(told, capsys.readouterr().out)
-
-
-def test_monitor_must_be_evaluated(tmp_path):
-    with pytest.raises(ConfigError, match=r"eval\.monitor"):
-        train(tmp_path / "run", eval={"monitor": "ctr.sharpness"})
 
 
 # Length of a run

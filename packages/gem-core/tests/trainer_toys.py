@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import EntryPoint
 
 import torch
 from torch import nn
 
+import gem_core.train
 from gem_core import plugins
 from gem_core.batch import Batch, SequenceGroup, SparseGroup
 from gem_core.config import Features, FrozenConfig, config_from_dict
@@ -259,3 +261,20 @@ def config(**sections):
     for name, section in sections.items():
         data[name] = {**data.get(name, {}), **section}
     return config_from_dict(data)
+
+
+def train(path, resume=False, overwrite=False, callbacks=(), **sections):
+    return gem_core.train(config(**sections), run_dir=path, resume=resume, overwrite=overwrite, callbacks=callbacks, quiet=True)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(path):
+    return [(r["step"], r["loss"], r["samples"], r["grad_norm"]) for r in lines(path / "metrics.jsonl")]
+
+
+def tensors(run, step):
+    store = gem_core.train.runfolder.RunFolder(run).checkpoints.load(step)
+    return {f"{part}.{k}": v for part in ("model", "optimizer", "tables") for k, v in store.tensors(part).items()}

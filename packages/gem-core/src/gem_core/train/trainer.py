@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from gem_core.config import Config, resolve
-from gem_core.errors import ConfigError, GemError, NumericsError, RunError
+from gem_core.errors import ConfigError, NumericsError, RunError
 from gem_core.metrics.contract import result_record
 from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
 from gem_core.train import state
 from gem_core.train.build import agreed_total, build_parts, build_source, check_hashed, flops_of, hashed_of, task_names, total_steps
+from gem_core.train.callbacks import tell
 from gem_core.train.continuous import Recency, warm_start
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
 from gem_core.train.evaluate import Best, evaluate, rehearse
@@ -583,19 +584,4 @@ class Trainer:
             self.progress.say(line)
 
     def _each(self, event: str, *arguments: Any) -> None:
-        """Tell every callback; one that fails ends the run, unless the run is failing already."""
-        for callback in self.callbacks:
-            method: Callable[..., None] | None = getattr(callback, event, None)
-            if method is None:
-                continue
-            try:
-                method(self.info, *arguments)
-            except GemError:
-                if event != "on_error":
-                    raise
-            except Exception as error:
-                if event != "on_error":
-                    raise RunError(
-                        f"the callback {type(callback).__name__} failed in {event}: {type(error).__name__}: {error}",
-                        where=f"step {self.info.step}",
-                    ) from error
+        tell(self.callbacks, event, self.info, *arguments)

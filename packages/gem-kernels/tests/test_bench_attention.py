@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gem_core.bench.ceilings import Ceilings
-from gem_kernels.bench import attention
+from gem_kernels.bench import attention, timing
 from gem_kernels.bench.attention_goals import fill, goal
 from gem_kernels.bench.attention_rows import ROWS, Data, Row
 from gem_kernels.bench.settings import Settings
@@ -92,3 +92,40 @@ def test_precisions_are_rows_of_auto_only() -> None:
     row = next(r for r in ROWS if r.precisions)
     assert attention._asked(row, Settings("c", impls=("triton",))) == ["triton"]
     assert attention._asked(row, Settings("c", impls=("auto",))) == ["auto", "auto:fp8", "auto:mxfp8"]
+
+
+def test_compared_rows_are_timed_together() -> None:
+    named = {r.name: r for r in ROWS}
+    asked = [named[n] for n in ("window256-4096", "self-1024-s1", "causal-1024-s0.5", "window128-4096", "causal-bias-targets-1024-s0.5")]
+    found = [[row.name for row in together] for together in attention.groups(asked)]
+    assert found == [
+        ["window256-4096", "window128-4096"], ["self-1024-s1"], ["causal-1024-s0.5", "causal-bias-targets-1024-s0.5"],
+    ]  # fmt: skip
+    for row in ROWS:
+        if row.like:
+            assert named[row.like[0]].group == row.group is not None
+
+
+def test_rounds_are_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round has every variant once, in orders that differ between rounds and not between runs."""
+    ran: list[str] = []
+
+    def elapsed(run: object, repeats: int) -> float:
+        run()
+        return 4.0 if ran[-1] == "slow" else 1.0
+
+    monkeypatch.setattr(timing, "_elapsed", elapsed)
+    variants = {name: lambda name=name: ran.append(name) for name in ("a", "slow", "b", "c")}
+
+    def orders() -> tuple[list[tuple[str, ...]], dict[str, list[float]]]:
+        ran.clear()
+        times = timing.interleaved_ms(variants, rounds=6)
+        timed = ran[2 * len(variants) :]
+        return [tuple(timed[i : i + 4]) for i in range(0, len(timed), 4)], times
+
+    rounds, times = orders()
+    assert len(rounds) == 6
+    assert all(sorted(r) == sorted(variants) for r in rounds)
+    assert len(set(rounds)) > 2
+    assert times == {name: [4.0 if name == "slow" else 1.0] * 6 for name in variants}
+    assert orders()[0] == rounds

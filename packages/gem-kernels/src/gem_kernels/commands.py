@@ -25,7 +25,7 @@ Tune = Annotated[bool, typer.Option("--tune", help="Measure all candidate config
 Workers = Annotated[
     int | None, typer.Option("--workers", min=0, help="Processes that compile ahead, 0 for none.", show_default="one a core, up to 16")
 ]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Timings of each variant, interleaved.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Timings of each variant, all in one shuffled order a round.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the JSON, the table and the plot.")]
 
 
@@ -44,7 +44,7 @@ def bench_kernels(
     eager: Eager = True,
     tune: Tune = False,
     workers: Workers = None,
-    rounds: Rounds = 5,
+    rounds: Rounds = 7,
     out: Out = None,
 ) -> None:
     """Time the kernels beside their peers, after a check against float64; print the table, write JSON, Markdown and a plot.

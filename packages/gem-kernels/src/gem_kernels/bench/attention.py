@@ -1,9 +1,9 @@
 """The attention rows of ``gemrec bench kernels``: `jagged_attention` and `gdpa` beside their peers, forward and backward.
 
-Columns: ms (median of CUDA-graph replays), eager_ms (the same call launched from Python), tflops, gbs (least bytes over time), of_gemm and
-of_floor (share of the in-run matrix product rate, and of the nearer of the arithmetic and the byte floor), error (largest relative error of
-the results against float64 on a few samples), peak_mib (memory an eager call allocates), vs_best (rate over the best peer's), goal
-(TFLOP/s, see `attention_goals`) and met.
+Columns: ms (median of CUDA-graph replays; all variants of a row, and of rows that are compared, in the same shuffled rounds), eager_ms (the
+same call launched from Python), tflops, gbs (least bytes over time), of_gemm and of_floor (share of the in-run matrix product rate, and of
+the nearer of the arithmetic and the byte floor), error (largest relative error of the results against float64 on a few samples), peak_mib
+(memory an eager call allocates), vs_best (rate over the best peer's), goal (TFLOP/s, see `attention_goals`) and met.
 
 The implementation ``auto`` is the one that a call would get; rows with precisions are then timed with these too.
 """
@@ -31,7 +31,7 @@ from gem_kernels.bench.attention_peers import PEERS, Unavailable
 from gem_kernels.bench.attention_rows import ROWS, Data, Row, small
 from gem_kernels.bench.report import environment, say, write
 from gem_kernels.bench.settings import Settings, compile_ahead
-from gem_kernels.bench.timing import capture, interleaved_ms, peak_bytes, relative_error, release, stream
+from gem_kernels.bench.timing import Run, capture, interleaved_ms, peak_bytes, relative_error, release, stream
 from gem_kernels.triton import specs
 from gem_kernels.triton.common import tune
 from gem_kernels.triton.common.launch import compile_only
@@ -66,13 +66,21 @@ def run(settings: Settings) -> None:
     say(f"ceilings: matrix product {limits.gemm:.0f} TFLOP/s (best {limits.best_gemm:.0f}), copy {limits.copy:.2f} TB/s")
     about = environment(settings.command, gemm_tflops=limits.gemm, best_gemm_tflops=limits.best_gemm, copy_tbs=limits.copy)
     data: dict[str, Any] = {"environment": about, "results": [], "tuned": []}
-    for row in rows:
+    for together in groups(rows):
         if time.monotonic() - started > settings.budget:
-            say(f"{row.name}: not run, the budget of {settings.budget:.0f} s is used up")
+            say(f"{', '.join(row.name for row in together)}: not run, the budget of {settings.budget:.0f} s is used up")
             continue
-        run_row(row, settings, limits, data)
+        run_rows(together, settings, limits, data)
         write(settings.out, "attention", data, COLUMNS)
         release()
+
+
+def groups(rows: list[Row]) -> list[list[Row]]:
+    """The rows in lists that are timed together, each where the first of its rows stands."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(f"group {row.group}" if row.group else row.name, []).append(row)
+    return list(found.values())
 
 
 def _asked(row: Row, settings: Settings) -> list[str]:
@@ -123,66 +131,70 @@ def _compile_row(job: tuple[str, str, str, str, bool, str]) -> str | None:
     return None
 
 
-def run_row(row: Row, settings: Settings, limits: Ceilings, data: dict[str, Any]) -> None:
-    """Check and time every variant of a row, print the lines, add them to ``data``."""
+def run_rows(rows: list[Row], settings: Settings, limits: Ceilings, data: dict[str, Any]) -> None:
+    """Check every variant of the rows, time them in the same rounds pass by pass, print the lines, add them to ``data``."""
     began = time.monotonic()
-    inputs = Data(row, "cuda")
-    other = None if row.beside is None else Data(next(r for r in ROWS if r.name == row.beside), "cuda")
-    rates: dict[str, float] = {}
+    inputs = {row.name: Data(row, "cuda") for row in rows}
     lines: list[dict[str, Any]] = []
     for pass_ in ("forward", "backward"):
-        variants, about = {}, {}
-        if settings.peers:
-            for name in row.peers:
-                with contextlib.suppress(_Skipped):
-                    variants[("jagged_attention", name)], about[("jagged_attention", name)] = _prepare_peer(inputs, name, pass_)
-        for op in row.ops:
-            if not settings.wants(op):
-                continue
-            for name in _asked(row, settings):
-                spec, problem = _find(op, name, inputs.problem(op))
-                if spec is not None:
-                    precision = name.partition(":")[2]
-                    name = f"{spec.name} {precision}" if precision else spec.name
-                    try:
-                        variants[(op, name)], about[(op, name)] = _prepare(inputs, spec, problem, pass_, settings, data)
-                    except Exception as error:
-                        say(f"  {row.name} {pass_} {op} {name}: {type(error).__name__}: {str(error)[:300]}")
-        runs = {f"{op}|{name}": run for (op, name), run in variants.items()}
-        for op, name in variants:
-            spec, problem = _find(op, name, inputs.problem(op) if other is None else other.problem(op))
-            if other is not None and spec is not None:
-                runs[f"{op}|{name}|beside"] = _prepare(other, spec, problem, pass_, settings, data)[0]
-        times = interleaved_ms(runs, rounds=settings.rounds)
-        for (op, name), note in about.items():
-            ms = statistics.median(times[f"{op}|{name}"])
-            line = _line(inputs, row, pass_, op, name, ms, limits)
-            if f"{op}|{name}|beside" in times:
-                note["note"] = f"{ms / statistics.median(times[f'{op}|{name}|beside']):.2f} times {row.beside}, in turn"
-            line |= note
-            lines.append(line)
-            rates[f"{pass_}|{op}|{name}"] = line["tflops"]
-        if row.recorded is not None and pass_ == "forward" and settings.peers and settings.wants("gdpa"):
-            rate = row.recorded * limits.gemm / 680
-            ms = inputs.flops(False) / rate * 1e-9
-            lines.append({**_line(inputs, row, pass_, "gdpa", _RECORDED, ms, limits), "note": "recorded, scaled to this card"})
-            rates[f"{pass_}|gdpa|{_RECORDED}"] = rate
-        del variants, runs
+        ready = {(row.name, *v): made for row in rows for v, made in _variants(inputs[row.name], pass_, settings, data).items()}
+        times = interleaved_ms({name: run for name, (run, _) in ready.items()}, rounds=settings.rounds)
+        for row in rows:
+            for (name, op, impl), (_, note) in ready.items():
+                if name == row.name:
+                    ms = statistics.median(times[name, op, impl])
+                    lines.append(_line(inputs[name], row, pass_, op, impl, ms, limits) | note)
+            if row.recorded is not None and pass_ == "forward" and settings.peers and settings.wants("gdpa"):
+                ms = inputs[row.name].flops(False) / (row.recorded * limits.gemm / 680) * 1e-9
+                line = _line(inputs[row.name], row, pass_, "gdpa", _RECORDED, ms, limits)
+                lines.append({**line, "note": "recorded, scaled to this card"})
+        del ready
         release()
-    for line in lines:
-        theirs = (*PEERS, _RECORDED) if line["op"] == "gdpa" else PEERS
-        peers = [rates[key] for key in rates if key.startswith(line["pass"] + "|") and key.split("|")[2] in theirs]
-        if line["impl"] not in (*PEERS, _RECORDED):
-            if peers:
-                line["vs_best"] = line["tflops"] / max(peers)
-            wanted = None if " " in line["impl"] else goal(inputs, line, max(peers, default=0.0), limits, data["results"])
-            if wanted is not None:
-                line["goal"], line["met"] = wanted, "yes" if line["tflops"] >= wanted else "no"
-        data["results"].append(line)
-        values = {c: line[c] for c in COLUMNS[4:] if line.get(c) is not None}
-        shown = " ".join(f"{c}={v:.4g}" if isinstance(v, float) else f"{c}={v}" for c, v in values.items())
-        say(f"{line['row']:30s} {line['pass']:8s} {line['op']:16s} {line['impl']:14s} {shown}")
+    for row in rows:
+        for line in (found for found in lines if found["row"] == row.name):
+            _judge(line, inputs[row.name], lines, limits, data)
+            data["results"].append(line)
+            values = {c: line[c] for c in COLUMNS[4:] if line.get(c) is not None}
+            shown = " ".join(f"{c}={v:.4g}" if isinstance(v, float) else f"{c}={v}" for c, v in values.items())
+            say(f"{line['row']:30s} {line['pass']:8s} {line['op']:16s} {line['impl']:14s} {shown}")
     say(f"  ({time.monotonic() - began:.0f} s)")
+
+
+def _variants(inputs: Data, pass_: str, settings: Settings, data: dict[str, Any]) -> dict[tuple[str, str], tuple[Run, dict[str, Any]]]:
+    """Replays and notes, by op and implementation, of those that gave right results."""
+    row = inputs.row
+    found: dict[tuple[str, str], tuple[Run, dict[str, Any]]] = {}
+    if settings.peers:
+        for name in row.peers:
+            with contextlib.suppress(_Skipped):
+                found["jagged_attention", name] = _prepare_peer(inputs, name, pass_)
+    for op in row.ops:
+        if not settings.wants(op):
+            continue
+        for name in _asked(row, settings):
+            spec, problem = _find(op, name, inputs.problem(op))
+            if spec is None:
+                continue
+            precision = name.partition(":")[2]
+            name = f"{spec.name} {precision}" if precision else spec.name
+            try:
+                found[op, name] = _prepare(inputs, spec, problem, pass_, settings, data)
+            except Exception as error:
+                say(f"  {row.name} {pass_} {op} {name}: {type(error).__name__}: {str(error)[:300]}")
+    return found
+
+
+def _judge(line: dict[str, Any], inputs: Data, lines: list[dict[str, Any]], limits: Ceilings, data: dict[str, Any]) -> None:
+    """Compare one of our lines with the peers of its row among ``lines``, and with its goal."""
+    if line["impl"] in (*PEERS, _RECORDED):
+        return
+    theirs = (*PEERS, _RECORDED) if line["op"] == "gdpa" else PEERS
+    peers = [x["tflops"] for x in lines if (x["row"], x["pass"]) == (line["row"], line["pass"]) and x["impl"] in theirs]
+    if peers:
+        line["vs_best"] = line["tflops"] / max(peers)
+    wanted = None if " " in line["impl"] else goal(inputs, line, max(peers, default=0.0), limits, data["results"])
+    if wanted is not None:
+        line["goal"], line["met"] = wanted, "yes" if line["tflops"] >= wanted else "no"
 
 
 def _line(inputs: Data, row: Row, pass_: str, op: str, name: str, ms: float, limits: Ceilings) -> dict[str, Any]:
@@ -206,7 +218,7 @@ def _needs(data: Data) -> tuple[bool, ...]:
 
 def _prepare(
     inputs: Data, spec: KernelSpec, problem: Problem, pass_: str, settings: Settings, data: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Run, dict[str, Any]]:
     """Replay and notes of one of our implementations, after its results were checked."""
     tensors = tuple(inputs.tensors.values())
     needs = _needs(inputs)
@@ -235,7 +247,7 @@ def _prepare(
     return capture(run), note
 
 
-def _prepare_peer(inputs: Data, name: str, pass_: str) -> tuple[Any, dict[str, Any]]:
+def _prepare_peer(inputs: Data, name: str, pass_: str) -> tuple[Run, dict[str, Any]]:
     row, t = inputs.row, inputs.tensors
     try:
         peer = PEERS[name](inputs)

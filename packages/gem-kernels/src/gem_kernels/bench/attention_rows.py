@@ -23,8 +23,8 @@ class Row:
 
     ``precisions`` are timed too where the run takes the implementation that a call would. ``least`` (TFLOP/s), ``most_ms`` and ``like`` (a
     share of another row's rate) are goals of forward and backward, see `attention_goals`; without ``floors`` the peers alone set them.
-    ``recorded`` is the forward rate of ads_mkl's Triton GDPA, which is not installable, on a card of 680 TFLOP/s. ``beside`` is another
-    row, timed in turn with this one because their times are to be compared: the clock falls within a second of such work.
+    ``recorded`` is the forward rate of ads_mkl's Triton GDPA, which is not installable, on a card of 680 TFLOP/s. Rows of one ``group``
+    are timed in the same rounds, because they are compared: the clock falls within a second of such work.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Row:
     like: tuple[str, float] | None = None
     floors: bool = True
     recorded: float | None = None
-    beside: str | None = None
+    group: str | None = None
 
 
 _SOFTMAX = ("varlen_attn", "fa4", "cudnn_padded")
@@ -63,7 +63,15 @@ ROWS = (
     Row("pma-32x4096-s0.5", (32, 1.0), (4096, 0.5), broadcast=True, peers=(), least=(109, 111)),
     Row("pma-32x4096-s0.1", (32, 1.0), (4096, 0.1), broadcast=True, peers=(), least=(105, 107)),
     Row("pma-128x4096-s0.5", (128, 1.0), (4096, 0.5), broadcast=True, peers=(), least=(330, 280)),
-    Row("window128-4096", (4096, 1.0), batch=128, window=(128, 128), peers=("varlen_attn", "fa4"), most_ms=(1.0, 2.33)),
+    Row(
+        "window128-4096",
+        (4096, 1.0),
+        batch=128,
+        window=(128, 128),
+        peers=("varlen_attn", "fa4"),
+        most_ms=(1.0, 2.33),
+        group="windows",
+    ),
     Row(
         "window256-4096",
         (4096, 1.0),
@@ -72,11 +80,11 @@ ROWS = (
         ops=("jagged_attention",),
         peers=("varlen_attn",),
         floors=False,
-        beside="window128-4096",
+        group="windows",
     ),
-    Row("window128-8192", (8192, 1.0), batch=128, window=(128, 128), ops=("jagged_attention",), peers=(), beside="window128-4096"),
+    Row("window128-8192", (8192, 1.0), batch=128, window=(128, 128), ops=("jagged_attention",), peers=(), group="windows"),
     Row("hstu-4099-d256", (4099, 1.0), batch=32, dim=256, ops=("gdpa",), activation="silu", causal=True, peers=(), least=(561, 336)),
-    Row("causal-1024-s0.5", (1024, 0.5), causal=True, activation="silu", floors=False),
+    Row("causal-1024-s0.5", (1024, 0.5), causal=True, activation="silu", floors=False, group="causal"),
     Row(
         "causal-bias-targets-1024-s0.5",
         (1024, 0.5),
@@ -86,6 +94,7 @@ ROWS = (
         targets=64,
         peers=(),
         like=("causal-1024-s0.5", 0.7),
+        group="causal",
     ),
     Row("flex-1024-s0.5-b128", (1024, 0.5), batch=128, ops=("jagged_attention",), peers=("varlen_attn", "flex"), floors=False),
     Row("self-1024-s0.5-d64", (1024, 0.5), heads=8, dim=64, peers=("varlen_attn",), floors=False),

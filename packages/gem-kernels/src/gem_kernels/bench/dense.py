@@ -1,9 +1,9 @@
 """The dense rows of ``gemrec bench kernels``: block_attention, norms, mlp and norm_gdpa beside what a user would run.
 
-Columns: ms (median of CUDA-graph replays, variants interleaved), eager_ms (launched from Python), tflops and gbs (of the least arithmetic
-and the least bytes), of_gemm and of_copy (shares of the rates measured in this run), error (largest relative error of results and gradients
-against float64), of_torch (that error over the one of the same computation in eager PyTorch bf16), peak_mib (memory an eager call
-allocates), speedup (over the named peer), target.
+Columns: ms (median of CUDA-graph replays, variants in shuffled rounds), eager_ms (launched from Python), tflops and gbs (of the least
+arithmetic and the least bytes), of_gemm and of_copy (shares of the rates measured in this run), error (largest relative error of results
+and gradients against float64), of_torch (that error over the one of the same computation in eager PyTorch bf16), peak_mib (memory an eager
+call allocates), speedup (over the named peer), target.
 """
 
 from __future__ import annotations

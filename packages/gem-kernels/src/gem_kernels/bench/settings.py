@@ -31,7 +31,7 @@ class Settings:
     eager: bool = True
     tune: bool = False
     workers: int = 0
-    rounds: int = 5
+    rounds: int = 7
     out: str | None = None
 
     def wants(self, op: str) -> bool:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gem_core.cli import main
-from gem_core.errors import DataError
+from gem_core.errors import DataError, GemError
 from gem_data import flat
 from gem_data.flat import import_log
 from gem_data.inspect import propose
@@ -146,12 +146,15 @@ def test_a_csv_becomes_a_configuration_that_trains_on_it(tmp_path, capsys, monke
         ({"time": None}, "histories need --time too"),
         ({"user": None, "time": None, "events": (), "where": "clicked == 1"}, "histories need --user, --time, --event too"),
         ({"where": "bought == 1"}, "there is no column 'bought'"),
+        ({"where": "clicked == 7"}, "no row matches 'clicked == 7', so that all histories are empty"),
+        ({"where": "clicked = 1"}, "(?s)cannot be parsed.*equal is =="),
+        ({"events": ["itm"]}, "did you mean 'item'"),
         ({"text": ["zipp"]}, "there is no column 'zipp'"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path, options, words):
     pq.write_table(log(), tmp_path / "log.parquet")
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(GemError, match=words) as caught:
         import_log([tmp_path / "log.parquet"], tmp_path / "out", **{"user": "user", "time": "ts", "events": ["item"], **options})
     assert caught.value.fix
     assert not (tmp_path / "out").exists()
@@ -161,7 +164,11 @@ def test_what_cannot_be_is_named(tmp_path, options, words):
     ("name", "text", "words"),
     [
         ("a.csv", "a,b\n1,2\n3\n", "Expected 2 columns"), ("a.txt", "a,b\n", "no log that can be read"),
-        ("a.jsonl", "{", "cannot be read"), ("a.csv", "a,b\n", "the log holds no row"), ("a.csv", "", "Empty CSV file"),
+        ("a.jsonl", "{", "cannot be read"), ("a.csv", "a,b\n", "the log holds no row"),
+        ("a.csv", "", "(?s)Empty CSV file.*not even the names of columns"),
+        ("a.csv", "a,b\n1,2\n3\n", "(?s)fix: .*stands in quotes"),
+        ("a.jsonl", '[{"a": 1}]', r"(?s)jq -c '\.\[\]' a\.jsonl"),
+        ("a.jsonl", '{"a": 1}\n{"a": "x"}\n', "(?s)fix: .*values of one type"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_read(tmp_path, name, text, words):
@@ -182,13 +189,14 @@ def test_text_in_another_encoding(tmp_path, text, where):
         import_log([tmp_path / "a.csv"], tmp_path / "out")
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_semicolons(tmp_path, name):
-    text = b'user;time;item;note\n1;5;7;"a;b"\n1;9;8;c, d\n'
+def test_other_separators(tmp_path, name, mark):
+    text = b'user;time;item;note\n1;5;7;"a;b"\n1;9;8;c, d\n'.replace(b";", mark.encode())
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     assert import_log([tmp_path / name], tmp_path / "out", user="user", time="time", events=["item"]) == (2, 1)
     found = pq.read_table(tmp_path / "out" / "log.parquet").to_pydict()
-    assert (found["note"], found["history_item"]) == (["a;b", "c, d"], [[], [7]])
+    assert (found["note"], found["history_item"]) == ([f"a{mark}b", "c, d"], [[], [7]])
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[:-9], lambda data: data[:20] + b"xx" + data[22:]], ids=["cut", "changed"])
@@ -261,3 +269,45 @@ def test_whose_rows_they_are_is_known_to_inspect(tmp_path):
     proposed = tomllib.loads(propose(tmp_path / "out"))
     assert proposed["eval"] == {"group": "Kunde"}
     assert "Kunde" in proposed["features"]["sparse"]
+
+
+def clicks(folder, times):
+    lines = "".join(f"u{i % 7},{time},{i % 9},{i % 2}\n" for i, time in enumerate(times))
+    (folder / "a.csv").write_text(f"user,at,item,click\n{lines}")
+    import_log([folder / "a.csv"], folder / "out", user="user", time="at", events=["item"])
+    return pq.read_table(folder / "out" / "log.parquet"), tomllib.loads(propose(folder / "out"))["features"]
+
+
+@pytest.mark.parametrize("first", [0, -1_000_000_000, 1_760_000_000, 1_760_000_000_000])
+def test_when_rows_were_is_known_to_inspect(tmp_path, first):
+    """Numbers that look like no time too: steps since the start, or times before 1970."""
+    _, features = clicks(tmp_path, range(first, first + 80))
+    assert features["timestamp"] == "at"
+    assert features["sequences"]["history"]["timestamps"] == "history_at"
+    assert list(features["sequences"]["history"]["fields"]) == ["item"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "fraction", "kind", "first"),
+    [
+        (1, ".25", pa.timestamp("us"), 1_760_000_000_250_000), (1, ".0", pa.int64(), 1_760_000_000),
+        (1000, ".5", pa.timestamp("us"), 1_760_000_000_000_500), (1000, "e0", pa.int64(), 1_760_000_000_000),
+    ],
+)  # fmt: skip
+def test_times_with_fractions_become_whole(tmp_path, scale, fraction, kind, first):
+    table, features = clicks(tmp_path, [f"{(1_760_000_000 + i) * scale}{fraction}" for i in range(80)])
+    assert table["at"].type == kind
+    assert table["at"][0].cast(pa.int64()).as_py() == first
+    assert table["history_at"].type.value_type == kind
+    assert (features["timestamp"], features["sequences"]["history"]["timestamps"]) == ("at", "history_at")
+
+
+def test_times_that_are_none_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"(?s)several units: 1760000001 in row 2 \(s\), 1760000001000 in row 0 \(ms\).*column 'at'"):
+        clicks(tmp_path, [1_760_000_001_000, 1_760_000_002_000, 1_760_000_001])
+    for times in ([0, 1_760_000_001, 1_760_000_002_000], [1, 2_000_000_000_000]):  # since the start, in a unit that nothing tells
+        clicks(tmp_path, times)
+        (tmp_path / "out" / "log.parquet").unlink()
+        (tmp_path / "out").rmdir()
+    with pytest.raises(DataError, match=r"(?s)inf is no time.*column 'at', row 1"):
+        clicks(tmp_path, [1.5, "inf", 2.5])

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gem_core.cli import main
 from gem_core.config.features import Features
 from gem_core.errors import DataError
 from gem_data import ParquetSource
@@ -151,3 +152,74 @@ def test_names_of_all_kinds(tmp_path):
     pq.write_table(pa.table({**columns, "null\nnull": pa.nulls(40)}), tmp_path / "a.parquet")
     features = tomllib.loads(propose(tmp_path / "a.parquet"))["features"]
     assert set(features["sparse"]) == set(names) - {"label"}
+
+
+def proposed_of(folder, columns, **options):
+    pq.write_table(pa.table(columns), folder / "log.parquet")
+    text = propose(folder / "log.parquet", **options)
+    return tomllib.loads(text), text
+
+
+@pytest.mark.parametrize("name", ["from", "class", "a b", "it's", 'quo"te', "ﬁeld", "ts"])
+def test_filters_name_times_of_all_kinds_of_names(tmp_path, name):
+    """Words that Python keeps, and letters that it writes in another way, cannot stand in a filter as they are."""
+    proposed, _ = proposed_of(
+        tmp_path, {name: [START + datetime.timedelta(hours=i) for i in range(40)], "x": [*range(40)], "click": [0, 1] * 20}
+    )
+    assert [rows_of(tmp_path, proposed, split) for split in ("train", "eval")] == [36, 4]
+
+
+def test_fields_of_structs_are_columns(tmp_path):
+    history = [[{"item": (i + k) % 9, "at": START - datetime.timedelta(hours=9 - k)} for k in range(i % 4)] for i in range(40)]
+    device = [None if i == 3 else {"os": f"os-{i % 3}", "seen": {"deep": i}, "price": i * 1.5} for i in range(40)]
+    proposed, text = proposed_of(tmp_path, {"item": [i % 9 for i in range(40)], "events": history, "device": device, "click": [0, 1] * 20})
+    features = proposed["features"]
+    assert set(features["sparse"]) == {"item", "device.os"}
+    assert set(features["dense"]) == {"device.price"}
+    assert features["sequences"]["history"]["fields"] == {"item": {"column": "events.item", "table": "item"}}
+    assert features["sequences"]["history"]["timestamps"] == "events.at"
+    assert "# left out: device.seen: type struct<deep: int64>" in text
+    (batch,) = ParquetSource(str(tmp_path), Features.model_validate(features), batch_size=40)
+    assert batch.sequences["history"].fields["item"].tolist() == [event["item"] for events in history for event in events]
+    assert batch.validate() is batch
+
+
+def test_rows_without_a_label_are_left_out_by_a_filter_that_says_so(tmp_path):
+    columns = {"ts": [1_760_000_000 + i for i in range(40)], "x": [*range(40)], "y": [0.0, None, 1.0, 0.0] * 10}
+    with pytest.raises(DataError, match=r"(?s)'y' is called like one, but 10 of 40 rows miss it.*left out by a filter"):
+        proposed_of(tmp_path, columns)
+    proposed, text = proposed_of(tmp_path, columns, label="y")
+    assert proposed["features"]["labels"]["ctr"] == {"column": "y"}
+    assert "# y: mean 0.3333 of 40 rows; 10 without it are left out by the filters" in text
+    assert sum(rows_of(tmp_path, proposed, split) for split in ("train", "eval")) == 30
+    proposed, _ = proposed_of(tmp_path, {name: columns[name] for name in ("x", "y")}, label="y")
+    assert rows_of(tmp_path, proposed, "eval") == 30
+    with pytest.raises(DataError, match="the label is NaN in 10 of 40 rows"):
+        proposed_of(tmp_path, {**columns, "y": [0.0, float("nan"), 1.0, 0.0] * 10}, label="y")
+
+
+def test_what_the_presets_ask_of_a_history_and_it_lacks_is_switched_off(tmp_path):
+    columns = {"item": [i % 9 for i in range(40)], "click": [0, 1] * 20, "hist_item": [[1, 2][: i % 3] for i in range(40)]}
+    both = {**columns, "hist_ts": [[1_760_000_000, 1_760_000_001][: i % 3] for i in range(40)]}
+    other = {"x": columns["item"], **{name: both[name] for name in ("click", "hist_item", "hist_ts")}}
+    event = {"columns": {"time_buckets": 0}, "both": None, "other": {"compare": False}}
+    for name, table in {"columns": columns, "both": both, "other": other}.items():
+        proposed, text = proposed_of(tmp_path, table)
+        assert proposed.get("model", {}).get("sequence", {}).get("event") == event[name]
+        (tmp_path / "my.toml").write_text(text)
+        options = ["train.steps=1", "train.tensorboard=false", "model.preset=tiny"]
+        options = [word for option in options for word in ("--set", option)]
+        assert main(["train", str(tmp_path / "my.toml"), *options, "--run-dir", str(tmp_path / name)]) == 0
+
+
+def test_a_log_without_a_feature_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no column could be a feature of the sample itself: 'x' holds one value only"):
+        proposed_of(tmp_path, {"x": [1] * 40, "click": [0, 1] * 20})
+
+
+def test_numbers_written_as_text_are_told(tmp_path):
+    price, plain = [f"1,{i:03}.50" for i in range(40)], [f"{i:05}" for i in range(40)]
+    _, text = proposed_of(tmp_path, {"price": price, "share": [f"{i},5 %" for i in range(40)], "zip": plain, "click": [0, 1] * 20})
+    assert "# price: about 40 values in 40 rows, 0 missing; numbers as text, such as '1,000.50': as ids they have no order" in text
+    assert "such as '0,5 %'" in text
+    assert text.count("numbers as text") == 2

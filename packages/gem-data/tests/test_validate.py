@@ -211,6 +211,6 @@ def test_the_command(tmp_path):
     result = gemrec(tmp_path / "my.toml")
     assert isinstance(result.exception, DataError)
     assert result.exception.exit_code == 2
-    assert "1 kinds of violation in train" in str(result.exception)
+    assert "1 kind of violation in train" in str(result.exception)
     (tmp_path / "other.toml").write_text('[data]\nsource = "synthetic"\n')
     assert isinstance(gemrec(tmp_path / "other.toml").exception, ConfigError)

@@ -23,6 +23,12 @@ LARGEST = 2**63 - 1
 """What `integers` gives for it and for every larger number."""
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_LEAST = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (0, "s"))
+
+
+def unit_of(largest: float) -> str:
+    """The unit in which the largest of some times since 1970 is one of our days."""
+    return next((unit for least, unit in _LEAST if largest >= least), "s")
 
 
 class WrongType(TypeError):

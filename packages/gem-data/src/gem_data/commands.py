@@ -294,7 +294,9 @@ def validate(
     wrong = sum(len(r.violations) for r in reports)
     if wrong:
         raise DataError(
-            f"{wrong} kinds of violation in {', '.join(splits)}", where=str(config), fix="mend the data or the [features] table; see above"
+            f"{wrong} kind{'s' * (wrong > 1)} of violation in {', '.join(splits)}",
+            where=str(config),
+            fix="mend the data or the [features] table; see above",
         )
 
 

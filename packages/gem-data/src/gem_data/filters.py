@@ -24,6 +24,7 @@ _COMPARE: dict[type, str] = {
     ast.Gt: "greater",
     ast.GtE: "greater_equal",
 }
+_HOW = "write it as in \"day < 12 and country in ['DE']\"; equal is ==, and a column whose name is no plain word is col('its name')"
 _FLIPPED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
 
 
@@ -53,7 +54,7 @@ class Filter:
         return pc.fill_null(found, False)
 
     def _refused(self, why: str) -> ConfigError:
-        return ConfigError(f"the row filter {self.text!r} cannot be used: {why}", fix="write it as in \"day < 12 and country in ['DE']\"")
+        return ConfigError(f"the row filter {self.text!r} cannot be used: {why}", fix=_HOW)
 
     def _name(self, node: ast.expr) -> str | None:
         match node:

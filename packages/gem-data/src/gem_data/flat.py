@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,17 +20,20 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gem_core.errors import DataError
-from gem_data.arrow import Ints
+from gem_data.arrow import UNITS, Ints, unit_of
 from gem_data.columns import folder_value
 from gem_data.filters import Filter
 from gem_data.lines import ROW_GROUP
 from gem_data.writer import check_free, write_parquet
 
-USER = b"gem.user"
-"""Key of the written file's metadata: whose rows they are, which `gemrec data inspect` takes for the groups of AUCs."""
+USER, TIME = b"gem.user", b"gem.time"
+"""Keys of the written file's metadata: whose rows they are and when they were, as `gemrec data inspect` asks."""
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".jsonl", ".ndjson", ".json")
+_MARKS = (b",", b";", b"\t", b"|")
 _BLOCK = 64 << 20
+_OURS = (946_684_800, 4_102_444_800)
+"""The years 2000 to 2100 in seconds."""
 EVENTS = 1 << 22
 PREFIX = "history_"
 
@@ -47,12 +51,14 @@ def import_log(
 ) -> tuple[int, int]:
     """Write ``out/log.parquet``, rows in the order of ``time`` where it is given; returns (rows, events in all histories).
 
-    :param paths: CSV (by commas or semicolons), TSV (both also as .gz), JSON lines or Parquet files, or folders of them, in which folders
-        ``key=value`` are columns too; all have the same columns.
+    :param paths: CSV (by commas, semicolons, tabs or bars), TSV (both also as .gz), JSON lines or Parquet files, or folders of them, in
+        which folders ``key=value`` are columns too; all have the same columns.
+    :param time: timestamps, dates, or numbers since 1970; numbers with fractions are written as timestamps.
     :param events: columns of an event; ``history_NAME`` lists their values, ``history_TIME`` the times.
     :param where: row filter: which rows become events of later histories (all).
     :param text: columns of text files that are text, whatever they look like (zip codes).
-    :raises DataError: files that cannot be read or differ, a column that is not there, rows without user or time, a time that is text.
+    :raises DataError: files that cannot be read or differ, a column that is not there, rows without user or time, times that are text or of
+        several units, a ``where`` that no row matches.
     """
     check_free(out)
     parts = [part for path in paths for part in _read(path, text)]
@@ -75,10 +81,16 @@ def import_log(
     clash = sorted({PREFIX + name for name in (*events, time)} & set(table.column_names))
     if clash:
         raise DataError(f"the log has a column {clash[0]!r} already", where=_names(paths), fix="rename it, or leave it out")
+    table = _with_whole_times(table, time, paths)
+    _check_units(_times(table, time, paths), time, paths)
     table = table.take(pa.array(np.argsort(_times(table, time, paths), kind="stable")))
     who = _complete(table, user, paths).dictionary_encode().indices.to_numpy().astype(np.int64)
     moments, when = np.unique(_times(table, time, paths), return_inverse=True)
     order = np.arange(table.num_rows) if where is None else np.flatnonzero(_mask(table, where, paths))
+    if not order.size:
+        raise DataError(
+            f"no row matches {where!r}, so that all histories are empty", where=_names(paths), fix="mend --where, or leave it out"
+        )
     order = order[np.lexsort((when[order], who[order]))]
     # one number a (user, time), in the order of both: the events before a row are those of smaller numbers, down to the user's first
     key, first = who * moments.size + when, who * moments.size
@@ -88,7 +100,7 @@ def import_log(
     schema = table.schema
     for name, values in made.items():
         schema = schema.append(pa.field(name, pa.list_(values.type)))
-    schema = schema.with_metadata({**(schema.metadata or {}), USER: user.encode()})
+    schema = schema.with_metadata({**(schema.metadata or {}), USER: user.encode(), TIME: time.encode()})
     rows = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
     return rows, int((ends - begins).sum())
 
@@ -138,10 +150,25 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
         else:
             raise DataError("this is no log that can be read", where=str(path), fix="name files ending in .csv, .tsv, .jsonl or .parquet")
     except (pa.ArrowException, OSError) as error:
-        what, fix = str(error), "mend the file; a column of numbers that holds other text too is read as text by --text COLUMN"
+        what, fix = str(error), _cure(path, str(error))
         if isinstance(error, OSError) and error.errno:
             what, fix = os.strerror(error.errno), "check the path and its permissions"
         raise DataError(f"the file cannot be read: {what}", where=str(path), fix=fix) from error
+
+
+def _cure(path: Path, what: str) -> str:
+    """What to do about what pyarrow says of a file."""
+    if "Empty" in what:
+        return "check what wrote it: it holds no line, not even the names of columns"
+    if _form(path) == ".parquet":
+        return "write or copy the file again"
+    if "columns, got" in what:
+        return "mend that line; a field that holds the separator, a quote or a line end stands in quotes"
+    if _form(path) not in _JSON:
+        return "mend the file; a column of numbers that holds other text too is read as text by --text COLUMN"
+    if "to array in row 0" in what:
+        return f"write one object a line in place of an array of all, as in jq -c '.[]' {path.name} > {path.stem}.jsonl"
+    return "mend the file: one object a line, and a name's values of one type (text, or numbers) in all lines"
 
 
 def _check_text(path: Path, table: pa.Table) -> None:
@@ -156,12 +183,12 @@ def _check_text(path: Path, table: pa.Table) -> None:
 
 
 def _delimiter(path: Path, form: str) -> str:
-    """What separates fields: in .csv files whose header has semicolons and no comma, as some spreadsheets write them, these."""
+    """What separates fields: in .csv files whose header has no comma, the semicolons, tabs or bars that it has."""
     if form != ".csv":
         return _DELIMITERS[form]
     with pa.input_stream(str(path)) as file:
         header = file.read(1 << 16).partition(b"\n")[0]
-    return ";" if b";" in header and b"," not in header else _DELIMITERS[form]
+    return next((mark.decode() for mark in _MARKS if mark in header), _DELIMITERS[form])
 
 
 def _read_json(path: Path, text: Sequence[str]) -> pa.Table:
@@ -201,7 +228,11 @@ def _column(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:
 
 
 def _missing(name: str, table: pa.Table, paths: Sequence[Path]) -> DataError:
-    return DataError(f"there is no column {name!r}", where=_names(paths), fix=f"the log has {', '.join(table.column_names)}")
+    near = get_close_matches(name, table.column_names, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return DataError(
+        f"there is no column {name!r}", where=_names(paths), fix=f"{hint}the log has {', '.join(map(repr, table.column_names))}"
+    )
 
 
 def _complete(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Array:
@@ -227,6 +258,35 @@ def _times(table: pa.Table, name: str, paths: Sequence[Path]) -> Ints:
         where=f"{_names(paths)}, column {name!r}",
         fix="write them as in 2025-10-09T08:53:34Z, or as whole numbers since 1970",
     )
+
+
+def _with_whole_times(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Table:
+    """Times that are written as 1760000000.25 become timestamps, and those as 1760000000.0 whole numbers."""
+    column = _complete(table, name, paths)
+    if not pa.types.is_floating(column.type) and not pa.types.is_decimal(column.type):
+        return table
+    numbers = column.cast(pa.float64()).to_numpy()
+    wrong = np.flatnonzero(~(np.abs(numbers) < 2.0**62))
+    if wrong.size:
+        where = f"{_names(paths)}, column {name!r}, row {wrong[0]}"
+        raise DataError(f"{numbers[wrong[0]]} is no time", where=where, fix="mend the row, or remove it")
+    if (numbers == np.rint(numbers)).all():
+        times = pa.array(numbers.astype(np.int64))
+    else:
+        scale = UNITS["us"] / UNITS[unit_of(numbers.max(initial=0))]
+        times = pa.array(np.rint(numbers * scale).astype(np.int64)).cast(pa.timestamp("us"))
+    return table.set_column(table.column_names.index(name), name, times)
+
+
+def _check_units(times: Ints, name: str, paths: Sequence[Path]) -> None:
+    """:raises DataError: all numbers are times of our days, but some in another unit, which would put them out of order."""
+    of = {unit: (times >= _OURS[0] * scale) & (times < _OURS[1] * scale) for unit, scale in UNITS.items()}
+    first = {unit: int(np.argmax(mask)) for unit, mask in of.items() if mask.any()}
+    if len(first) > 1 and np.logical_or.reduce(list(of.values())).all():
+        seen = ", ".join(f"{times[row]} in row {row} ({unit})" for unit, row in first.items())
+        raise DataError(
+            f"the times are of several units: {seen}", where=f"{_names(paths)}, column {name!r}", fix="write all of them in one unit"
+        )
 
 
 def _mask(table: pa.Table, where: str, paths: Sequence[Path]) -> NDArray[np.bool_]:

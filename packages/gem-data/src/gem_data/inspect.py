@@ -6,7 +6,9 @@ column that is left out is named with the reason.
 
 from __future__ import annotations
 
+import keyword
 import re
+import unicodedata
 from collections.abc import Sequence as Items
 from copy import deepcopy
 from dataclasses import replace
@@ -22,9 +24,9 @@ from numpy.typing import NDArray
 from gem_core.config.features import Features
 from gem_core.errors import DataError
 from gem_core.sources.contract import TRUE_PROBABILITY
-from gem_data.arrow import times
+from gem_data.arrow import times, unit_of
 from gem_data.files import DataFile, find_files
-from gem_data.flat import USER
+from gem_data.flat import PREFIX, TIME, USER
 from gem_data.profile import Column, profile
 
 _LABELS = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "target", "y", "ctr")
@@ -51,14 +53,15 @@ _AMOUNT = re.compile(r"(^|_)(price|cost|bid|amount|count|cnt|duration|dwell|budg
 _LONG_TEXT = 20
 _HASHES = 2**53
 """Integers from here on are hashes, not amounts: a float64 does not tell them apart."""
-_UNITS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (0, "s"))
+_NUMBER = r"^[-+]?[$€£]?\s?\d{1,3}([,. ]\d{3})*([.,]\d+)?\s?[%$€£]?$"
 
 
 def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000) -> str:
     """The text of a configuration with ``[data]``, ``[features]`` and the group of AUCs for the Parquet file or folder ``path``.
 
     :param label: the label column, where its name does not tell.
-    :raises DataError: unreadable files or no rows, a ``label`` that is not there or holds no numbers, nothing that could be a label.
+    :raises DataError: unreadable files or no rows, a ``label`` that is not there or holds no numbers, nothing that could be a label, or
+        nothing that could be a feature.
     """
     files = find_files(path)
     if not any(sum(f.rows) for f in files):
@@ -66,6 +69,13 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
     proposal = _Proposal(files, profile(files, sample_rows), label)
     features = Features.model_validate(proposal.table())
     assert features.labels  # _find_labels
+    if not (features.sparse or features.dense or features.vectors):
+        why = "; ".join(f"{name!r} {reason}" for name, reason in proposal.left_out.items()) or "there is only the label"
+        raise DataError(
+            f"no column could be a feature of the sample itself: {why}",
+            where=str(path),
+            fix="write columns that say what was shown, to whom and where",
+        )
     splits = _splits(path, files, features, proposal)
     head = [
         f"# Proposed by 'gemrec data inspect': {len(files)} file(s), {sum(sum(f.rows) for f in files):,} rows. Read it before you train.",
@@ -75,7 +85,23 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
     ]
     evaluation = {"eval": {"group": proposal.group}} if proposal.group else {}
     body = tomli_w.dumps({"data": {"source": "parquet", "parquet": splits}, **evaluation})
-    return "\n".join([*head, body, proposal.text()])
+    return "\n".join([*head, body, proposal.text(), *_model(features)])
+
+
+def _model(features: Features) -> list[str]:
+    """What the presets' models ask of histories and these do not have."""
+    event: dict[str, Any] = {}
+    without = [
+        ("target", "compare", False, "no list of its events is of a thing that the sample has too, so there is nothing to compare"),
+        ("timestamps", "time_buckets", 0, "its events have no times"),
+    ]
+    notes = []
+    for name, sequence in features.sequences.items():
+        for asked, key, value, why in without:
+            if not getattr(sequence, asked):
+                event[key] = value
+                notes.append(_comment(f"{name}: {why}"))
+    return ["\n".join(notes), tomli_w.dumps({"model": {"sequence": {"event": event}}})] if event else []
 
 
 def _comment(text: str) -> str:
@@ -93,7 +119,10 @@ class _Proposal:
         self.left_out |= dict.fromkeys(self.columns.keys() - self._free.keys(), "holds no value")
         self._shared: dict[str, int] = {}
         self._folders = {name for name, _ in files[0].partition}
+        self.keep: str | None = None
         self.time: Column | None = None
+        told = (files[0].schema.metadata or {}).get(TIME, b"").decode()
+        self._times = {told, PREFIX + told} if told else set()
         self.group: str | None = None
         self._find_labels(label, files)
         self._find_special(files)
@@ -157,11 +186,19 @@ class _Proposal:
             raise DataError(
                 "; ".join(["no column looks like a label", *called]),
                 where=where,
-                fix="write the label as 0 and 1, or name it: --label COLUMN (a column of 0 and 1, or of graded numbers)",
+                fix="write the label as 0 and 1, or name it: --label COLUMN (a column of 0 and 1, or of graded numbers; rows without it "
+                "are then left out by a filter)",
             )
         column = self._take(first)
-        extra: dict[str, Any] = {} if _binary(column) else {"threshold": float(np.ceil(column.mean))}
-        self._label("ctr", column, extra, f"mean {_mean(column):.4f} of {column.rows:,} rows")
+        seen = f"mean {_mean(column):.4f} of {column.rows:,} rows"
+        if column.nulls:
+            if column.sample.null_count < column.nulls:
+                what = f"the label is NaN in {column.nulls - column.sample.null_count:,} of {column.rows:,} rows"
+                raise DataError(what, where=f"{where}, column {first!r}", fix="write null for what is not known, or remove these rows")
+            self.keep = f"{_in_filter(first)} is not None"
+            seen += f"; {column.nulls:,} without it are left out by the filters of [data.parquet]"
+        extra: dict[str, Any] = {} if _binary(replace(column, nulls=0)) else {"threshold": float(np.ceil(column.mean))}
+        self._label("ctr", column, extra, seen)
         if second is not None:
             self._label("cvr", self._take(second), {"mask": first}, f"mean {_mean(self.columns[second]):.4f}; counts where {first} is 1")
 
@@ -189,7 +226,7 @@ class _Proposal:
             elif name in _GRADED and column.kind in ("int", "float"):
                 self._take(column.name)
                 self.left_out[column.name] = "looks like another form of the label"
-            elif self.time is None and not column.depth and not column.nulls and (column.kind == "time" or _is_time(column)):
+            elif self.time is None and not column.depth and not column.nulls and column.child is None and self._is_time(column):
                 self.time = self._take(column.name)
                 self.top["timestamp"] = column.name
                 if column.kind == "int" and _unit(column) != "s":
@@ -202,6 +239,9 @@ class _Proposal:
         numbers = [self.group] if self.group and self._free[self.group].kind == "int" else []
         if numbers or known:
             self.top["columns"] = [*numbers, *known]
+
+    def _is_time(self, column: Column) -> bool:
+        return (column.name in self._times and column.kind in ("int", "time")) or _is_time(column)
 
     # --- features ---------------------------------------------------------------------------------------------------------------------
 
@@ -234,7 +274,10 @@ class _Proposal:
         if _numbers_rows(c) and not event:
             self.left_out[c.name] = "has another value in every row: nothing can be learned from it"
             return None
-        return f"{c.name}: about {c.distinct:,} values in {c.rows:,} rows, {c.nulls:,} missing", {"sparse": {c.name: _ids(c)}}
+        seen = f"{c.name}: about {c.distinct:,} values in {c.rows:,} rows, {c.nulls:,} missing"
+        if _written_numbers(c):
+            seen += f"; numbers as text, such as {c.sample.drop_null()[0].as_py()!r}: as ids they have no order, so store them as numbers"
+        return seen, {"sparse": {c.name: _ids(c)}}
 
     def _find_histories(self) -> list[tuple[str, dict[str, Any]]]:
         """Groups of list columns with the same lengths; a group is a history by its name or its lengths."""
@@ -246,8 +289,8 @@ class _Proposal:
             same = next((g for g in groups if np.array_equal(g[0].ends, column.ends)), None)
             groups.append([column]) if same is None else same.append(column)
         for group in groups:
-            ids = [c for c in group if c.kind in ("int", "text", "bool") and not _is_time(c)]
-            named = any(_HISTORY.search(c.name.lower()) for c in group)
+            ids = [c for c in group if c.kind in ("int", "text", "bool") and not self._is_time(c)]
+            named = any(_HISTORY.search(_words(c.name)) for c in group)
             if ids and (named or len(group) > 1 or group[0].lengths.mean() > 20):
                 found.append(self._history(group, "history" if not found else f"history{len(found) + 1}"))
         return found
@@ -259,7 +302,7 @@ class _Proposal:
         first = offsets[:-1][np.diff(offsets) > 0]
         for column in group:
             self._take(column.name)
-            if _is_time(column) and "timestamps" not in spec and column.depth == 1:
+            if self._is_time(column) and "timestamps" not in spec and column.depth == 1:
                 spec["timestamps"] = column.name
                 unit, stamps = _unit(column), times(column.sample, _unit(column))[0]
                 if unit != "s":
@@ -282,7 +325,7 @@ class _Proposal:
                     field["default"] = 0
             else:
                 field |= _ids(column)
-            key = _core(column.name)
+            key = _core(column.child or column.name)
             spec["fields"][column.name if key in spec["fields"] else key] = field
             zeros = column.kind == "int" and column.depth == 1 and first.size
             if zeros and bool((_values(column)[first] == 0).all()) and int((_values(column) == 0).sum()) == first.size:
@@ -330,19 +373,29 @@ def _splits(path: Path, files: list[DataFile], features: Features, proposal: _Pr
     for split, words in {"train": ("train",), "eval": ("valid", "validation", "val", "eval", "dev"), "test": ("test",)}.items():
         exact = sorted(f.path for f in files if Path(f.path).stem.lower() in words)
         named[split] = exact or sorted(f.path for f in files if Path(f.path).name.lower().startswith(words))
+    keep = [proposal.keep] if proposal.keep else []
     if named["train"] and named["eval"]:
-        return {split: paths for split, paths in named.items() if paths}
+        found = {split: paths for split, paths in named.items() if paths}
+        return {**found, **{f"{split}_filter": text for split in found for text in keep}}
     whole = str(path)
+    both = {"train": [whole], "eval": [whole], **{f"{split}_filter": text for split in ("train", "eval") for text in keep}}
     if proposal.time is None:
-        return {"train": [whole], "eval": [whole]}
+        return both
     column = proposal.time
     stamps = times(column.sample, features.timestamp_unit)[0]
-    name = column.name if column.name.isidentifier() else f'col("{column.name}")'
     cut = int(np.quantile(stamps, 0.9))
     if cut <= stamps.min():  # nothing would be left to train on
-        return {"train": [whole], "eval": [whole]}
+        return both
+    name = _in_filter(column.name)
     value = str(cut) if column.kind == "int" else repr(str(pa.scalar(cut, pa.timestamp(features.timestamp_unit)).as_py()))
-    return {"train": [whole], "eval": [whole], "train_filter": f"{name} < {value}", "eval_filter": f"{name} >= {value}"}
+    cuts = {"train_filter": f"{name} < {value}", "eval_filter": f"{name} >= {value}"}
+    return {**both, **{key: " and ".join([*keep, text]) for key, text in cuts.items()}}
+
+
+def _in_filter(name: str) -> str:
+    """A column as a filter names it; Python, which parses filters, keeps some words and writes some letters in another way."""
+    plain = name.isidentifier() and not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
+    return name if plain else f"col({name!r})"
 
 
 # --- what a column looks like -------------------------------------------------------------------------------------------------------------
@@ -379,6 +432,15 @@ def _spaced(c: Column) -> bool:
     return bool((pc.mean(pc.match_substring(c.sample.cast(pa.large_binary()), b" ").cast(pa.float64())).as_py() or 0) > 0.5)
 
 
+def _written_numbers(c: Column) -> bool:
+    """Text such as 1,250.00 or 7,5, which no reader takes for a number."""
+    if c.kind != "text" or not (pa.types.is_string(c.sample.type) or pa.types.is_large_string(c.sample.type)):
+        return False
+    some = c.sample.drop_null().slice(0, 1000)
+    digits = pc.match_substring_regex(some, r"^\d+$")
+    return bool(len(some)) and bool(pc.all(pc.match_substring_regex(some, _NUMBER)).as_py()) and not pc.any(digits).as_py()
+
+
 def _numbers_rows(c: Column) -> bool:
     return c.kind in ("int", "text") and not c.depth and not c.nulls and c.rows >= 1000 and c.distinct == c.rows
 
@@ -397,17 +459,15 @@ def _iso(c: Column) -> bool:
 
 
 def _mean(c: Column) -> float:
-    return (
-        float(pc.mean(c.sample.cast(pa.float64())).as_py() or 0) if c.kind != "bool" else float(pc.mean(c.sample.cast(pa.uint8())).as_py())
-    )
+    return c.mean if c.kind != "bool" else float(pc.mean(c.sample.cast(pa.uint8())).as_py())
 
 
 def _is_time(c: Column) -> bool:
-    return c.kind == "time" or (c.kind == "int" and bool(_TIME.search(c.name.lower())) and (c.low or 0) > 1e8)
+    return c.kind == "time" or (c.kind == "int" and bool(_TIME.search(_words(c.name))) and (c.low or 0) > 1e8)
 
 
 def _unit(c: Column) -> str:
-    return "s" if c.kind == "time" else next(unit for least, unit in _UNITS if (c.high or 0) >= least)
+    return "s" if c.kind == "time" else unit_of(c.high or 0)
 
 
 def _id_like(c: Column) -> bool:
@@ -446,10 +506,14 @@ def _scale(c: Column) -> dict[str, Any]:
 
 def _core(name: str) -> str:
     """The name without what marks a history or an id: hist_item_ids and item_id are both item."""
-    core, before = name.lower(), ""
+    core, before = _words(name), ""
     while core != before:
         before, core = core, _NOISE.sub("", core)
     return (core[:-1] if core.endswith("s") and len(core) > 3 else core) or name.lower()
+
+
+def _words(name: str) -> str:
+    return name.lower().replace(".", "_")
 
 
 def _values(c: Column) -> NDArray[Any]:

@@ -11,14 +11,15 @@ import pyarrow.compute as pc
 
 from gem_core.errors import DataError
 from gem_data import arrow
-from gem_data.arrow import Ints, is_list
+from gem_data.arrow import Ints, is_list, plain
 from gem_data.columns import Chunk, locate
 from gem_data.files import DataFile, Reader
 
 
 @dataclass
 class Column:
-    """``kind``: "int", "float", "text", "bool", "time", "other"; ``depth`` 0: one value a row, 1: a list, 2: lists in a list.
+    """``kind``: "int", "float", "text", "bool", "time", "other"; ``depth`` 0: one value a row, 1: a list, 2: lists in a list; ``child``:
+    the name inside its struct.
 
     ``low``, ``high``: of finite numbers, over all rows; ``distinct``, ``nulls``, ``mean``, ``std``, ``lengths``, ``width``, ``infinite``
     of the sample (``width``: the one length that all lists have, else None; ``infinite``: some numbers are). ``sample``: the values, for
@@ -29,6 +30,7 @@ class Column:
     kind: str
     depth: int
     type: pa.DataType
+    child: str | None = None
     low: Any = None
     high: Any = None
     distinct: int = 0
@@ -56,7 +58,7 @@ class Column:
 
 
 def profile(files: list[DataFile], sample_rows: int) -> list[Column]:
-    """Every column of the first file, over all files.
+    """Every column of the first file, over all files; of structs and lists of structs each of their fields, as ``column.field``.
 
     :raises DataError: two columns of one name, a column that is missing in a later file or has another kind of type there.
     """
@@ -66,7 +68,7 @@ def profile(files: list[DataFile], sample_rows: int) -> list[Column]:
     reader = Reader()
     chunks = _sample(files, reader, sample_rows)
     columns = []
-    for name in dict.fromkeys(files[0].schema.names):
+    for name in dict.fromkeys(name for part in files[0].schema for name in _fields(part)):
         column = _describe(name, chunks)
         if column.kind == "int" and column.rows < sum(sum(f.rows) for f in files):
             column.low, column.high = _range(files, reader, name, column)
@@ -92,9 +94,15 @@ def _sample(files: list[DataFile], reader: Reader, rows: int) -> list[Chunk]:
     return [Chunk(f, i, reader.row_group(f, i, f.leaves), f.rows[i]) for f, i in picked]
 
 
+def _fields(column: pa.Field) -> list[str]:
+    inner = column.type.value_type if is_list(column.type) else column.type
+    return [f"{column.name}.{child.name}" for child in inner] if pa.types.is_struct(inner) and inner.num_fields else [column.name]
+
+
 def _describe(name: str, chunks: list[Chunk]) -> Column:
     items = _alike(name, [(c, c.array(name)) for c in chunks])
-    column = Column(name, "other", 0, items[0].type, rows=sum(c.size for c in chunks))
+    child = locate(chunks[0].file, name).child
+    column = Column(name, "other", 0, items[0].type, child, rows=sum(c.size for c in chunks))
     while is_list(items[0].type) and column.depth < 2:
         found = [arrow.lists(p) for p in items]
         if column.depth == 0:
@@ -102,7 +110,8 @@ def _describe(name: str, chunks: list[Chunk]) -> Column:
             column.offsets = np.concatenate([[0], *(f.offsets[1:] + e for f, e in zip(found, ends))])
         lengths = np.concatenate([f.lengths for f in found])
         column.width = int(lengths[0]) if lengths.size and (lengths == lengths[0]).all() and lengths[0] else None
-        items = _alike(name, [(c, f.values) for c, f in zip(chunks, found)])
+        values = [plain(pc.struct_field(f.values, child)) if pa.types.is_struct(f.values.type) and child else f.values for f in found]
+        items = _alike(name, list(zip(chunks, values)))
         column.depth += 1
     column.kind = _kind(items[0].type)
     values = pa.concat_arrays(items)
@@ -176,10 +185,11 @@ def _kind(kind: pa.DataType) -> str:
 def _range(files: list[DataFile], reader: Reader, name: str, column: Column) -> tuple[int, int]:
     """Smallest and largest integer over all row groups, by reading the column."""
     low, high = int(column.low or 0), int(column.high or 0)
+    top = locate(files[0], name).top
     for file in files:
-        if name not in file.schema.names:
+        if top not in file.schema.names:
             continue
-        leaves = tuple(leaf for leaf in file.leaves if leaf == name or leaf.startswith(f"{name}."))
+        leaves = locate(file, name).leaves
         for i, rows in enumerate(file.rows):
             if rows:
                 part = _describe(name, [Chunk(file, i, reader.row_group(file, i, leaves), rows)])

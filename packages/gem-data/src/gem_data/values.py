@@ -264,7 +264,10 @@ def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) 
         position = int(np.flatnonzero(missing & counts)[0])
         kind = "null" if bool(arrow.nulls(array)[position]) else "NaN"
         site.fail(
-            f"a label is {kind}", "remove the row, fill the label, or declare mask = <column that says where the label counts>", position
+            f"a label is {kind}",
+            "remove the row, fill the label, leave rows without one out by a filter (train_filter and eval_filter of [data.parquet], as in "
+            "'click is not None'), or declare mask = <column that says where the label counts>",
+            position,
         )
     values = np.where(counts, values, 0.0)
     if threshold is not None:

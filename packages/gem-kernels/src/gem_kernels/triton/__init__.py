@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gem_core.hookspecs import KernelSpec
 
-_FAMILIES = ("attention", "hopper", "lowp", "dense", "block", "jagged", "adamw", "tokens")
-"""Not ``pool_rows``: since a race in its scores was mended, its kernels have not run on a GPU (docs/kernels/pooling.md)."""
+_FAMILIES = ("attention", "hopper", "lowp", "dense", "block", "jagged", "adamw", "tokens", "pool_rows")
 
 
 def specs() -> list[KernelSpec]:

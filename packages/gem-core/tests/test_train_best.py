@@ -137,6 +137,88 @@ def test_a_stop_ends_an_evaluation_which_is_made_up_for(tmp_path, monkeypatch, w
     assert made[0] == made[1]
 
 
+def evaluated(run):
+    return [(e["step"], e["tasks"]) for e in lines(run / "eval.jsonl")]
+
+
+@pytest.mark.parametrize("at", [3, 7])
+def test_an_evaluation_is_made_up_for_after_a_stop_in_its_very_step(tmp_path, at):
+    """``at``: the step in which the signal comes, the one before an evaluation within the run or before its last."""
+
+    class Stop:
+        def on_step(self, run, record):
+            if run.step == at:
+                signal.raise_signal(signal.SIGTERM)
+
+    how = {"train": {"steps": 8}, "eval": {"every": 4}}
+    train(tmp_path / "whole", **how)
+    result = train(tmp_path / "run", callbacks=[Stop()], **how)
+    assert (result.status, result.steps) == ("interrupted", at + 1)
+    assert train(tmp_path / "run", resume=True, **how).status == "finished"
+    assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole")
+
+
+def test_a_run_that_is_prolonged_counts_the_evaluation_at_its_former_end(tmp_path):
+    """Of each step one line, whether the run went on from it, ended with it again, or neither."""
+    how = {"every": 4, "monitor": "ctr.logloss"}
+    train(tmp_path / "whole", train={"steps": 12}, eval=how)
+    for steps in (8, 8, 12, 12):
+        train(tmp_path / "run", train={"steps": steps}, eval=how, resume=(tmp_path / "run").exists())
+    assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole")
+    kept = [CheckpointStore(tmp_path / name / "checkpoints").load(12).state("shared")["best"] for name in ("whole", "run")]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_is_due_at_the_planned_end_of_epochs_that_grow(tmp_path, stops):
+    """Two epochs of 10 batches are planned, and the second has 13: step 20 is not the last one."""
+
+    class Stop:
+        def on_step(self, run, record):
+            if run.step == 19:
+                signal.raise_signal(signal.SIGTERM)
+
+    how = {
+        "train": {"steps": None, "epochs": 2, "checkpoint_every": 5, "keep_checkpoints": 9},
+        "data": {"toy": {"rows": 320, "grows": 96}},
+        "eval": {"every": 4},
+    }
+    run = tmp_path / "run"
+    result = train(run, callbacks=[Stop()] if stops else [], **how)
+    if stops:
+        assert (result.status, result.steps) == ("interrupted", 20)
+        result = train(run, resume=True, **how)
+    assert (result.status, result.steps) == ("finished", 23)
+    assert [e["step"] for e in lines(run / "eval.jsonl")] == [4, 8, 12, 16, 20, 23]
+    assert CheckpointStore(run / "checkpoints").steps() == [5, 10, 15, 20, 23]
+    assert [r["step"] for r in lines(run / "metrics.jsonl")] == list(range(1, 24))
+
+
+@pytest.mark.parametrize("grows", [0, 96])
+def test_patience_that_is_lost_at_the_planned_end_ends_epochs_that_go_on(tmp_path, monkeypatch, grows):
+    values = iter([Value(0.4), Value(0.5), Value(0.6)])
+    real = trainer.evaluate
+
+    def evaluate(*arguments, **more):
+        results, samples = real(*arguments, **more)
+        return {**results, "ctr": {**results["ctr"], "ne": next(values)}}, samples
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    data = {"toy": {"rows": 192, "grows": grows}}
+    result = train(tmp_path / "run", train={"steps": None, "epochs": 2}, data=data, eval={"every": 4, "patience": 2})
+    assert (result.status, result.steps) == ("early_stopped" if grows else "finished", 12)
+
+
+def test_the_search_for_the_best_begins_anew_with_all_its_patience(tmp_path):
+    """Evaluations after the best, whose checkpoint is gone, do not count against those to come."""
+    stopped = {"every": 2, "patience": 2, "monitor": "ctr.calibration"}
+    first = train(tmp_path / "run", train={"steps": 40, "checkpoint_every": 2, "keep_checkpoints": 1}, eval=stopped)
+    assert first.status == "early_stopped"
+    best = {"eval": {**stopped, "restore_best": True}}
+    result = train(tmp_path / "run", resume=True, train={"steps": 40, "keep_checkpoints": 1}, **best)
+    assert result.steps > first.steps
+
+
 def test_an_undefined_monitor_neither_stops_a_run_nor_keeps_it_going(tmp_path, monkeypatch, capsys):
     """An evaluation whose labels are of one class says nothing; that is said where something depends on it."""
     values = iter([Value(0.6), *[Value(None, "only one class")] * 3, Value(0.5), Value(None, "only one class"), Value(0.4)])

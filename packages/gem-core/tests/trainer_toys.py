@@ -92,6 +92,8 @@ class ToySourceConfig(FrozenConfig):
     eval_rows: int = 200
     nan_at: int | None = None
     told_length: bool = True
+    grows: int = 0
+    """How many rows a later epoch has more than the first, whose length is told of all."""
     weighted: bool = False
 
 
@@ -105,15 +107,16 @@ class ToySource:
         if config.told_length:
             self.__class__ = _ToldSource
 
-    def batches(self) -> int:
+    def batches(self, more: int = 0) -> int:
         world = self.shard[1] * self.batch_size
-        return self.rows // world if self.drop_last else -(-self.rows // world)
+        return (self.rows + more) // world if self.drop_last else -(-(self.rows + more) // world)
 
     def __iter__(self):
-        while self.at < self.batches():
+        more = self.config.grows if self.epoch else 0
+        while self.at < self.batches(more):
             k, self.at = self.at, self.at + 1
             start = (k * self.shard[1] + self.shard[0]) * self.batch_size
-            yield make_batch(range(start, min(start + self.batch_size, self.rows)), self)
+            yield make_batch(range(start, min(start + self.batch_size, self.rows + more)), self)
         self.epoch, self.at = self.epoch + 1, 0
 
     def state_dict(self):

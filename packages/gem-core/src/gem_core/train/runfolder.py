@@ -183,12 +183,13 @@ class RunFolder:
         with writing(path), open(path, "a") as file:
             file.write(json.dumps(clean(record)) + "\n")
 
-    def trim(self, step: int) -> None:
+    def trim(self, step: int, *, evaluates: bool = False) -> None:
         """Drop lines of steps after ``step``, and those of partitions that begin behind it: a resumed run writes them again. A line cut
-        short by a crash goes too."""
+        short by a crash goes too. ``evaluates``: the run goes on with an evaluation at ``step``, whose line, if one is there, goes."""
         for path in (self.metrics, self.evals, self.decisions):
             if path.is_file():
-                kept = (r for r in read_lines(path) if r["step"] < step or (r["step"] == step and "partition" not in r))
+                until = step - (evaluates and path == self.evals)
+                kept = (r for r in read_lines(path) if r["step"] < step or (r["step"] <= until and "partition" not in r))
                 replace_file(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 

@@ -242,7 +242,7 @@ class Trainer:
             return "finished"
         info = self.info
         self.parts.module.train()
-        if self.due and (status := self._evaluate_due()) is not None:
+        if self.due and (status := self._do_due()) is not None:
             return status
         if self._has_lost_patience():
             return "early_stopped"
@@ -262,6 +262,8 @@ class Trainer:
         """One step and what is due after it; returns how the run ends if it ends here."""
         info = self.info
         self.meter.mark("data")
+        if info.step == self.total and (status := self._do_due()) is not None:
+            return status
         self._begin_partitions(batches)
         lr = self.step.set_lr(schedule_factor(self.config.train.schedule, info.step, self.total))
         info.step += 1
@@ -284,25 +286,24 @@ class Trainer:
         step, train, every = self.info.step, self.config.train, self.config.eval.every
         last = step == self.total
         logs = last or step % train.log_every == 0
-        evaluates = every is not None and step % every == 0
-        saves = train.checkpoint_every is not None and step % train.checkpoint_every == 0
+        self.due = every is not None and step % every == 0
         if "kernels" not in self.header:
             self._complete_header(batches[0])
             if train.checkpoint_every is not None:
                 self.saver.prepare({"optimizer": dict(self.step.dense.state_items())})
-        stopping = self._take(self.outcomes.ready(all=logs or evaluates or saves))
+        stopping = self._take(self.outcomes.ready(all=logs or self.due or self._saves()))
         self._saved(self.saver.finished())
         self._each("on_step", self._log_record(lr) if logs else None)
         if stopping:
             self._take(self.outcomes.ready(all=True))
             return "interrupted"
-        if last:  # epochs end with their batches: where one is cut into more than the first, the total is too low
+        if last:  # epochs end with their batches: where one is cut into more than the first, there is a step after the last, see `_one`
             return None if train.steps is None else "finished"
-        if evaluates and (status := self._evaluate_due()) is not None:
-            return status
-        if saves:
-            self._checkpoint()
-        return None
+        return self._do_due()
+
+    def _saves(self) -> bool:
+        every = self.config.train.checkpoint_every
+        return every is not None and self.info.step % every == 0
 
     def _complete_header(self, fed: Fed) -> None:
         """What the first step tells: FLOPs, chosen kernels, what a followed log's columns hold.
@@ -403,12 +404,16 @@ class Trainer:
                 self._say(f"before {partition}: " + ", ".join(f"{n:,} rows of {table}" for table, n in freed.items()) + " begin anew")
             self.partition = partition
 
-    def _evaluate_due(self) -> str | None:
-        """The evaluation that is due at this step; one that a stop interrupts is made up for when the run goes on. Returns how the run ends
-        if it ends here."""
-        self.due = True
-        self._evaluate()
-        return "early_stopped" if self._has_lost_patience() else None
+    def _do_due(self) -> str | None:
+        """The evaluation and the checkpoint that are due at this step; an evaluation that a stop keeps from its end, or from beginning, is
+        made up for when the run goes on. Returns how the run ends if it ends here."""
+        if self.due:
+            self._evaluate()
+            if self._has_lost_patience():
+                return "early_stopped"
+        if self._saves():
+            self._checkpoint()
+        return None
 
     def _has_lost_patience(self) -> bool:
         patience, best = self.config.eval.patience, self.best
@@ -428,7 +433,7 @@ class Trainer:
         module, model, rt = self.parts.module, self.parts.model, self.runtime
         self.results, samples = evaluate(module, model, source, self.config.eval, self.tasks, rt, stops=self._stops)
         self.evaluated_at = self.info.step if partition is None else -1
-        self.due = False  # before a checkpoint of the best parameters tells it
+        self.due &= partition is not None  # before a checkpoint of the best parameters tells it
         self.record = {
             "step": self.info.step,
             "samples": self.info.samples,
@@ -515,7 +520,7 @@ class Trainer:
         for line in state.version_changes(checkpoint):
             self._say(line)
         if self.runtime.main:
-            self.folder.trim(checkpoint.step)
+            self.folder.trim(checkpoint.step, evaluates=self.due or self.nothing_left)
         self._say(f"resumed at step {checkpoint.step} from {checkpoint.path}")
 
     def _length(self) -> list[int | None]:
@@ -541,7 +546,7 @@ class Trainer:
             self.runtime.on_main(lambda: store.mark_best(step))
             return
         self._say(f"there is no checkpoint of step {step}, the best so far: the search for the best begins anew")
-        self.best.value = self.best.step = None
+        self.best.value, self.best.step, self.best.worse = None, None, 0
 
     def _finish(self, status: str) -> RunResult:
         if status == "finished" and self.info.step and not self.info.samples:

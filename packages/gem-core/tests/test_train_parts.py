@@ -28,7 +28,7 @@ from gem_core.train.build import Parts, build_parts
 from gem_core.train.builtin import Fp32Config, PlainGuard, SingleConfig, fp32, single
 from gem_core.train.contract import RecipeContext, RunInfo
 from gem_core.train.evaluate import Best, evaluate
-from gem_core.train.feed import Feed
+from gem_core.train.feed import Feed, grouped
 from gem_core.train.logs import Progress, result_lines
 from gem_core.train.measure import Meter, Peak, peak, peak_resident
 from gem_core.train.mesh import Mesh
@@ -264,6 +264,58 @@ def test_a_stop_while_an_endless_run_waits_for_data_ends_it():
     feed = Feed(Waits(2), CPU, epochs=None, stops=lambda: True)
     assert [f.host.size for f in feed] == [1, 2]
     assert (feed.stopped, feed.epoch) == (True, 0)
+
+
+class Arrives(Numbers):
+    """Waits for each batch from the third on until the consumer has had all before it, and ends its iteration where it is told to."""
+
+    progress = staticmethod(lambda: False)
+
+    def __init__(self, n, had):
+        super().__init__(n)
+        self.had, self.waits = had, 0
+
+    def __iter__(self):
+        while self.at < self.n:
+            while self.at >= 2 and len(self.had) < self.at:
+                self.waits += 1
+                assert self.waits < 20, f"batch {self.at + 1} does not come before {self.at} is done, and only {self.had} are"
+                if self.progress():
+                    return
+            self.at += 1
+            yield Batch(size=self.at, weights=torch.full((self.at,), 0.5), labels=torch.zeros(self.at, 1), label_names=("y",))
+        self.at, self.epoch = 0, self.epoch + 1
+
+
+def on_a_device(feed: Feed) -> Feed:
+    """The way of batches to a CUDA device, without one."""
+    feed._stream = object()
+    feed._copy = lambda host, imbalance: (feed._take(host, None, imbalance), None)
+    feed._received = lambda fed, copied: fed
+    return feed
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_that_is_there_is_not_held_until_the_next_one_arrives(device, look_ahead):
+    had, positions, following = [], [], []
+    feed = Feed(Arrives(5, had), CPU, epochs=2)
+    for (fed,), then in grouped(on_a_device(feed) if device == "cuda" else feed, 1, look_ahead):
+        had.append(fed.host.size)
+        positions.append(fed.position)
+        following.append(None if then is None else then.host.size)
+    assert had == [1, 2, 3, 4, 5] * 2
+    assert positions[:5] == [{"epoch": 0, "source": {"at": n, "epoch": 0}} for n in range(1, 6)]
+    # of the first epoch; in the second nothing is waited for any more
+    assert following == ([2, None, None, None, 1, 2, 3, 4, 5, None] if look_ahead else [None] * 10)
+
+
+def test_a_stop_while_a_batch_is_held_ends_the_run_with_it():
+    had = []
+    feed = on_a_device(Feed(Arrives(5, had), CPU, epochs=2, stops=lambda: len(had) >= 2))
+    for fed in feed:
+        had.append(fed.host.size)
+    assert (had, feed.stopped, feed.epoch) == ([1, 2, 3], True, 0)
 
 
 # Evaluation

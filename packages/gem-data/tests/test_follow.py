@@ -21,10 +21,13 @@ from gem_core.errors import ConfigError, DataError, GemError
 from gem_core.report.run import read
 from gem_core.testing.sources import ids_of
 from gem_core.testing.strategies import run_processes
+from gem_core.train import trainer
+from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.feed import Feed
 from gem_core.train.offline import evaluate_run, loaded_run
 from gem_core.train.predict import predictor
 from gem_core.train.runtime import Runtime
+from gem_core.train.step import TrainStep
 from gem_core.train.watchdog import Watchdog
 from gem_data.config import FollowConfig
 from gem_data.spec import build_follow
@@ -50,6 +53,9 @@ def add(folder, hour, *, marker=True):
 def follow(folder, *, batch_size=8, shard=(0, 1), **options):
     config = FollowConfig(train=(str(folder),), **{"idle_s": 0, "poll_s": 0.02, "window": 14, **options})
     return build_follow(config, FEATURES, split="train", batch_size=batch_size, shard=shard, seed=5)
+
+
+STEPS = ROWS // 8
 
 
 def hours(ids):
@@ -270,6 +276,44 @@ def test_a_run_that_waits_for_a_partition_lives_and_stops_when_it_is_told_to(fol
     assert (more.status, more.steps) == ("finished", 20)
 
 
+class OnADevice(Feed):
+    """The way of batches to a CUDA device, without one: a batch is held until the next one is fetched."""
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self._stream = object()
+
+    def _copy(self, host, imbalance):
+        return self._take(host, None, imbalance), None
+
+    def _received(self, fed, copied):
+        return fed
+
+
+@pytest.mark.parametrize("way", ["a device", "looking ahead"])
+def test_a_partition_is_trained_to_its_end_before_the_next_arrives(folder, tmp_path, monkeypatch, way):
+    """Hour 4 comes when all of hour 3 was trained on; nothing else would bring it."""
+    if way == "a device":
+        monkeypatch.setattr(trainer, "Feed", OnADevice)
+    else:
+        monkeypatch.setattr(TrainStep, "looks_ahead", True)
+
+    class Adds:
+        def on_step(self, run, record):
+            if run.step == 3 * STEPS:
+                add(folder, 4)
+
+    path = tmp_path / "follow.toml"
+    path.write_text(CONFIG.format(folder=folder).replace("idle_s = 0\n", "poll_s = 0.1\nidle_s = 20\n"))
+    settings = {"data.parquet-follow.stop": "hour=04"}
+    result = train(load_config(path, settings), run_dir=tmp_path / "run", quiet=True, callbacks=[Adds()])
+    assert (result.status, result.steps, result.samples) == ("finished", 4 * STEPS, 4 * ROWS)
+    straight = train(load_config(path, settings), run_dir=tmp_path / "straight", quiet=True)
+    kept = [CheckpointStore(tmp_path / name / "checkpoints").load(straight.steps) for name in ("run", "straight")]
+    first, second = (k.tensors("tables") | k.tensors("model") for k in kept)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
 def test_a_run_is_gone_on_with_until_another_partition(folder, tmp_path):
     path = tmp_path / "follow.toml"
     path.write_text(CONFIG.format(folder=folder))
@@ -305,24 +349,29 @@ def test_what_looks_at_a_followed_log_waits_for_nothing(folder, tmp_path):
     assert read(tmp_path / "run").inspection.step == 5
 
 
-def followed_apart(rank, world, log):
-    """Hours that each of two ranks reads: the second one sees new partitions later, and alone is asked to stop."""
-    source = follow(Path(log), batch_size=20, shard=(rank, world), idle_s=None)
+def followed_apart(rank, world, task):
+    """Hours that each of two ranks reads: the second one sees new partitions later, and alone is asked to stop. The fourth hour comes when
+    both have had the third."""
+    log, feeds = Path(task[0]), {"host": Feed, "device": OnADevice}
+    source = follow(log, batch_size=20, shard=(rank, world), idle_s=None)
     looks = iter(range(100))
     if rank:
         seen = source._complete
         source._complete = lambda: seen()[: next(looks)]
     read = []
     runtime = Runtime(torch.device("cpu"), rank, world)
-    feed = Feed(source, torch.device("cpu"), 1, runtime=runtime, stops=lambda: rank == 1 and len(read) == 3)
+    feed = feeds[task[1]](source, torch.device("cpu"), 1, runtime=runtime, stops=lambda: rank == 1 and len(read) == 4)
     for fed in feed:
         read.append(sorted(set(hours(fed.host.sample_ids.tolist()))))
+        if len(read) == 3 and min(runtime.numbers(3.0)) == 3 and rank == 0:
+            add(log, 4)
     return read, feed.stopped, feed.source.state_dict()["watermark"]
 
 
-def test_ranks_read_the_same_partitions_and_stop_together(folder, tmp_path):
-    found = run_processes(2, followed_apart, str(folder), tmp_path)
-    assert found == [([[1], [2], [3]], True, "hour=03")] * 2
+@pytest.mark.parametrize("way", ["host", "device"])
+def test_ranks_read_the_same_partitions_and_stop_together(folder, tmp_path, way):
+    found = run_processes(2, followed_apart, (str(folder), way), tmp_path)
+    assert found == [([[1], [2], [3], [4]], True, "hour=04")] * 2
 
 
 def test_rows_are_given_back_alike_when_a_run_is_gone_on_with(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gem_core.config import config_from_dict
 from gem_core.errors import CheckpointError, RunError
 from gem_core.testing.strategies import run_processes
-from gem_core.train import runlock, train, trainer
+from gem_core.train import runlock, tensorfile, train, trainer
 from gem_core.train.checkpoint import CheckpointStore
 from gem_core.train.contract import Callback
 from gem_core.train.runfolder import RunFolder
@@ -67,3 +68,41 @@ def _fail_while_writing(rank: int, world: int, folder: Path) -> None:
 
 def test_a_failed_run_of_two_processes_keeps_its_folder_while_a_checkpoint_is_written(tmp_path):
     run_processes(2, _fail_while_writing, tmp_path, tmp_path, timeout=120)
+
+
+TIMEOUT_S = 4.0
+
+
+def _slowly(rank: int, world: int, task: tuple[Path, dict, bool, int | None]) -> None:
+    """Rank 0 writes a checkpoint for much longer than the timeout, piece by piece; it stands still at piece ``stops_at``."""
+    folder, how, background, stops_at = task
+    tensorfile._CHUNK = 4096
+    real, pieces = tensorfile.Summed.write, []
+
+    def write(self, data):
+        if rank == 0 and len(data) == 4096:
+            pieces.append(len(data))
+            time.sleep(60 if len(pieces) == stops_at else TIMEOUT_S / 6 if len(pieces) <= 12 else 0)
+        real(self, data)
+
+    tensorfile.Summed.write = write
+    steps = {"steps": 2, "checkpoint_every": 2, "checkpoint_async": background}
+    config = {**CONFIG, "train": {**CONFIG["train"], **steps}, "parallel": {**how, "timeout_s": TIMEOUT_S}}
+    started = time.monotonic()
+    assert train(config_from_dict(config), run_dir=folder, quiet=True).status == "finished"
+    assert time.monotonic() - started > 1.9 * TIMEOUT_S
+    assert CheckpointStore(folder / "checkpoints").problem(2) is None
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("how", [{"dense": "ddp"}, {"dense": "fsdp", "sparse": "gem-2d"}], ids=["whole", "sharded"])
+def test_a_checkpoint_that_takes_longer_than_the_timeout_is_no_hang(tmp_path, how, background):
+    run_processes(2, _slowly, (tmp_path / "run", how, background, None), tmp_path, timeout=120)
+
+
+def test_a_checkpoint_whose_writing_stands_still_is_a_hang(tmp_path):
+    with pytest.raises(RuntimeError, match=r"rank 1: (?s:.*)(PeerError|ended with exit code 1)"):
+        run_processes(2, _slowly, (tmp_path / "run", {"dense": "ddp"}, False, 4), tmp_path, timeout=120)
+    told = (tmp_path / "run" / "hang-rank-0.txt").read_text()
+    assert "rank 0: step 2 (checkpoint)" in told
+    assert "rank 1: step 2 (checkpoint)" in told

@@ -136,7 +136,7 @@ def full_disk(rank, world, place):
 
     if rank == 1:
 
-        def refuse(*_):
+        def refuse(*_, **__):
             raise OSError(28, "No space left on device")
 
         storage.write_tensors = refuse

@@ -27,9 +27,9 @@ class Source(Protocol):
     sets before an iteration begins: how many will come after it, None without end; the source may then read ahead into them, and
     ``close()`` ends that. What it reads ahead changes neither its state nor its batches. One that waits for data may have ``progress``
     and ``on_main``, which the trainer sets. ``progress()`` it calls once a second or so while it waits: the run's watchdog does not take it
-    for stuck then, and where the answer is True, it ends the iteration, to go on from there when the run is resumed. ``on_main(action)``
-    gives what ``action()`` returns on rank 0, so that all ranks see the same data to come. Both are exchanges between the ranks, which must
-    call them alike.
+    for stuck then, and where the answer is True, it ends the iteration: the next one goes on from there, in this run (which first does what
+    it has) or when it is resumed. ``on_main(action)`` gives what ``action()`` returns on rank 0, so that all ranks see the same data to
+    come. Both are exchanges between the ranks, which must call them alike.
     """
 
     def __iter__(self) -> Iterator[Batch]: ...

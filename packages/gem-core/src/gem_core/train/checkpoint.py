@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 from gem_core.errors import CheckpointError
 from gem_core.train.pack import load_packed, read_json, save_packed, write_json
 from gem_core.train.shards import State, spread
-from gem_core.train.tensorfile import Written, crc32_of, read_tensors, write_tensors
+from gem_core.train.tensorfile import Written, crc32_of, nothing, read_tensors, write_tensors
 
 WHOLE, SHARDED = 1, 2
 """Values of ``format`` in meta.json."""
@@ -96,11 +96,12 @@ class CheckpointStore:
         parts: Mapping[str, Mapping[str, Tensor]],
         shared: Any,
         ranks: Sequence[Any],
+        progress: Callable[[], None] = nothing,
     ) -> Path:
-        """Write and publish ``step-<step>`` from one process; ``ranks`` holds every rank's own state."""
-        folder = self.begin(step)
+        """Write and publish ``step-<step>`` from one process; ``ranks`` holds every rank's own state. ``progress``: see `write_tensors`."""
+        folder, names = self.begin(step), {part: f"{part}.safetensors" for part in parts}
         with self._whole_or_not_at_all(step, folder):
-            files = {f"{part}.safetensors": write_tensors(folder / f"{part}.safetensors", tensors) for part, tensors in parts.items()}
+            files = {names[part]: write_tensors(folder / names[part], tensors, progress=progress) for part, tensors in parts.items()}
         return self.publish(step, folder, meta={**meta, "format": WHOLE}, files=files, shared=shared, ranks=ranks)
 
     def begin(self, step: int) -> Path:

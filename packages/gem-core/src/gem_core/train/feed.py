@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Feed:
     """Iterates ``epochs`` epochs of a source (None: without end).
 
     On a CUDA device the next batch is pinned and copied while the current one is computed with; positions are of the batch handed out,
-    not of the one fetched ahead, so that resuming is exact.
+    not of the one fetched ahead, so that resuming is exact. Where a source waits for data, what was fetched is handed out before.
 
     Over several ranks all feeds give equally many batches, since every step needs all ranks: one whose source has ended gives batches
     without samples until the last has. A source that fails ends the feeds of all ranks.
@@ -61,6 +61,7 @@ class Feed:
         self._stops, self._at_once, self.stopped = stops, at_once, False
         self.epoch = 0
         self._resumed = False
+        self._pairs = self._fetched = self._pauses = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load_position(self, position: dict[str, Any]) -> None:
@@ -69,38 +70,57 @@ class Feed:
         self._resumed = True
 
     def __iter__(self) -> Iterator[Fed]:
+        return (fed for fed in self._flow() if fed is not None)
+
+    def pairs(self) -> Iterator[tuple[Fed, Fed | None]]:
+        """Each batch with the one after it, where that need not be waited for."""
+        self._pairs, before = True, None
+        for fed in self._flow():
+            if before is not None:
+                yield before, fed
+            before = fed
+        if before is not None:
+            yield before, None
+
+    def _flow(self) -> Iterator[Fed | None]:
+        """Batches, and None where there is none for now; all before it are handed out by then."""
         if self._stream is None:
-            for host, imbalance in self._together():
-                yield self._take(host, None, imbalance)
+            for got in self._together():
+                yield None if got is None else self._take(got[0], None, got[1])
             return
         ahead: tuple[Fed, torch.cuda.Event] | None = None
-        for host, imbalance in self._together():
-            ready, ahead = ahead, self._copy(host, imbalance)
+        for got in self._together():
+            ready, ahead = ahead, None if got is None else self._copy(*got)
             if ready is not None:
                 yield self._received(*ready)
+            if got is None:
+                yield None
         if ahead is not None:
             yield self._received(*ahead)
 
-    def _together(self) -> Iterator[tuple[Batch, float | None]]:
+    def _together(self) -> Iterator[tuple[Batch, float | None] | None]:
         if self.runtime is None:
             for batch in self._host():
                 self._progress()
                 self.stopped = self._at_once and self._stops()
                 if self.stopped:
                     return
-                yield batch, None
+                yield None if batch is None else (batch, None)
             return
         batches, last = self._host(), None
         while True:
-            host, failure = None, None
+            host, failure, ended = None, None, False
             try:
-                host = next(batches, None)
+                host = next(batches)
+            except StopIteration:
+                ended = True
             except GemError as error:
                 failure = error
             self._progress()
             last = last if host is None else host
             stops = self._at_once and self._stops()
-            having, failed, lacking, stopping = self.runtime.count([host is not None, failure is not None, last is None, stops])
+            more = not ended and failure is None
+            having, failed, lacking, stopping = self.runtime.count([more, failure is not None, last is None, stops])
             if failure is not None:
                 raise failure
             if failed:
@@ -112,6 +132,9 @@ class Feed:
             self.stopped |= stopping > 0
             if self.stopped or not having:
                 return
+            if more and host is None:  # all ranks wait alike
+                yield None
+                continue
             if lacking:  # a run that goes on where only others had more
                 shapes = self.runtime.gather_objects(None if last is None else last.select_range(0, 0).map(torch.clone))
                 last = next(shape for shape in shapes if shape is not None) if last is None else last
@@ -125,14 +148,14 @@ class Feed:
         """Model FLOPs where they are known, else events, else samples."""
         return self.flops(host) if self.flops is not None else float(host.tokens or host.size)
 
-    def _host(self) -> Iterator[Batch]:
+    def _host(self) -> Iterator[Batch | None]:
         try:
             yield from self._epochs()
         finally:
             if hasattr(self.source, "following"):
                 self.source.close()  # type: ignore[attr-defined]
 
-    def _epochs(self) -> Iterator[Batch]:
+    def _epochs(self) -> Iterator[Batch | None]:
         if hasattr(self.source, "progress"):
             self.source.progress = self._waits  # type: ignore[attr-defined]
             self.source.on_main = (lambda action: action()) if self.runtime is None else self.runtime.on_main  # type: ignore[attr-defined]
@@ -140,9 +163,14 @@ class Feed:
             batches = 0
             if hasattr(self.source, "following"):
                 self.source.following = None if self.epochs is None else self.epochs - self.epoch - 1
-            for host in self.source:
-                batches += 1
-                yield host
+            while True:
+                for host in self.source:
+                    batches, self._fetched, self._pauses = batches + 1, True, False
+                    yield host
+                if not self._pauses:
+                    break
+                self._pauses = False
+                yield None
             if self.stopped:  # the epoch has not ended, and the source would be asked again without end
                 return
             self.epoch += 1
@@ -161,7 +189,9 @@ class Feed:
             return True
         stops = self._stops()
         self.stopped = stops if self.runtime is None else self.runtime.count([stops])[0] > 0
-        return self.stopped
+        keeps = self._pairs or self._stream is not None
+        self._pauses, self._fetched = keeps and self._fetched and not self.stopped, False
+        return self.stopped or self._pauses
 
     def _take(self, host: Batch, device_batch: Batch | None, imbalance: float | None) -> Fed:
         position = {"epoch": self.epoch, "source": self.source.state_dict()}
@@ -184,23 +214,14 @@ class Feed:
         return fed
 
 
-def grouped(feed: Iterable[Fed], size: int, look_ahead: bool = False) -> Iterator[tuple[list[Fed], Fed | None]]:
-    """Micro-batches of one step each, ``size`` of them (the last group may be smaller), and with ``look_ahead`` the batch after them."""
+def grouped(feed: Feed, size: int, look_ahead: bool = False) -> Iterator[tuple[list[Fed], Fed | None]]:
+    """Micro-batches of one step each, ``size`` of them (the last group may be smaller), and with ``look_ahead`` the batch after them, where
+    that need not be waited for."""
     group: list[Fed] = []
-    for fed, following in _with_next(feed) if look_ahead else ((fed, None) for fed in feed):
+    for fed, following in feed.pairs() if look_ahead else ((fed, None) for fed in feed):
         group.append(fed)
         if len(group) == size:
             yield group, following
             group = []
     if group:
         yield group, None
-
-
-def _with_next(feed: Iterable[Fed]) -> Iterator[tuple[Fed, Fed | None]]:
-    before: Fed | None = None
-    for fed in feed:
-        if before is not None:
-            yield before, fed
-        before = fed
-    if before is not None:
-        yield before, None

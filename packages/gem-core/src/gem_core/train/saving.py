@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ from gem_core.train.shards import State, shards_of, spread
 
 Parts = Mapping[str, Mapping[str, State]]
 
+LOOK_S = 1.0
+"""How often a process that waits for the end of its background save looks whether that gets on."""
+
 
 class Saver:
     """Saves through a `CheckpointStore`. All methods are called by all ranks alike.
 
     ``background``: a save copies the state to host memory that is kept from save to save (pinned for a CUDA device) and returns; the
     writing goes on in a thread, and the next save waits for it.
+
+    However long a save takes, the watchdog hears of progress while something is written and the main thread waits for it.
     """
 
     def __init__(self, store: CheckpointStore, runtime: Runtime, *, background: bool = False) -> None:
@@ -34,8 +40,9 @@ class Saver:
         self._result: Path | BaseException | None = None
         self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
         self._preparing: threading.Thread | None = None
-        # The thread's collectives must not mix with those of training.
-        self._group = dist.new_group(backend="gloo") if runtime.world > 1 else None
+        self._pieces = 0
+        # The thread's collectives must not mix with those of training. They wait for the slowest disk: the watchdog tells a hang from that.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if runtime.world > 1 else None
 
     def save(self, step: int, *, meta: Mapping[str, Any], parts: Parts, shared: Any, ranks: Sequence[Any]) -> Path | None:
         """Write the checkpoint of ``step``; returns its path, or None if it is still being written (`finished` gives it later).
@@ -103,9 +110,19 @@ class Saver:
 
     def wait(self) -> Path | None:
         """`finished`, after waiting for the end."""
-        if self._running is not None:
-            self._running.join()
+        seen = -1
+        while self._running is not None and self._running.is_alive():
+            if self._pieces != seen:
+                seen = self._pieces
+                self.runtime.progress()
+            self._running.join(LOOK_S)
         return self.finished()
+
+    def _wrote(self) -> None:
+        """A piece was written: by the main thread, or by one of whose progress only those hear who wait for it."""
+        self._pieces += 1
+        if not self.background:
+            self.runtime.progress()
 
     def _held(self, parts: Parts) -> tuple[bool, dict[str, dict[str, Shards]]]:
         """Whether the state is spread over the ranks, and what this rank writes of it."""
@@ -146,13 +163,13 @@ class Saver:
 
     def _whole(self, step: int, held: Mapping[str, Mapping[str, Shards]], record: Mapping[str, Any]) -> Path:
         whole = {part: {n: s.parts[0][1] for n, s in states.items()} for part, states in held.items()}
-        return self._on_main(lambda: self.store.save(step, parts=whole, **record))
+        return self._on_main(lambda: self.store.save(step, parts=whole, progress=self._wrote, **record))
 
     def _sharded(self, step: int, held: Mapping[str, Mapping[str, Shards]], record: Mapping[str, Any]) -> Path:
         from gem_core.train import storage
 
         folder = self._on_main(lambda: self.store.begin(step))
-        files = storage.write(folder, held, self.runtime.rank, self._group)
+        files = storage.write(folder, held, self.runtime.rank, self._group, self._wrote)
         meta = {**record["meta"], "format": SHARDED}
         return self._on_main(lambda: self.store.publish(step, folder, files=files, **{**record, "meta": meta}))
 

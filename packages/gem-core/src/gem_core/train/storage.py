@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,24 @@ from gem_core.errors import CheckpointError
 from gem_core.model.contract import Shards
 from gem_core.train.pack import read_json, write_json
 from gem_core.train.shards import State, box_of, shards_of
-from gem_core.train.tensorfile import Written, dtype_name, dtype_of, read_tensors, write_tensors
+from gem_core.train.tensorfile import Written, dtype_name, dtype_of, nothing, read_tensors, write_tensors
 
 INDEX = "index.json"
 
 
-def write(folder: Path, parts: Mapping[str, Mapping[str, Shards]], rank: int, group: ProcessGroup | None) -> dict[str, Written]:
-    """Called by all ranks alike; returns what was written by file name on the coordinator (rank 0), nothing elsewhere.
+def write(
+    folder: Path,
+    parts: Mapping[str, Mapping[str, Shards]],
+    rank: int,
+    group: ProcessGroup | None,
+    progress: Callable[[], None] = nothing,
+) -> dict[str, Written]:
+    """Called by all ranks alike; returns what was written by file name on the coordinator (rank 0), nothing elsewhere. ``progress``: see
+    `write_tensors`.
 
     :raises CheckpointError: a process could not write, or the boxes do not cover their tensors.
     """
-    writer = Writer(folder, rank)
+    writer = Writer(folder, rank, progress)
     state = {f"{part}/{name}": _Held(shards) for part, states in parts.items() for name, shards in states.items()}
     try:
         save(state, storage_writer=writer, planner=_Save(flatten_state_dict=False, flatten_sharded_tensors=False), process_group=group)
@@ -153,8 +160,8 @@ class _Load(DefaultLoadPlanner):
 class Writer(StorageWriter):
     """Writes this process's share of a plan to ``shard-<rank>.safetensors`` of a folder that exists, rank 0 also the index."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.name = folder, f"shard-{rank:05d}.safetensors"
+    def __init__(self, folder: Path, rank: int, progress: Callable[[], None] = nothing) -> None:
+        self.folder, self.name, self.progress = folder, f"shard-{rank:05d}.safetensors", progress
         self.files: dict[str, Written] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -171,7 +178,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Any] = {_key(item.index): planner.resolve_data(item) for item in plan.items}
-        written = write_tensors(self.folder / self.name, tensors) if tensors else Written(0, 0)
+        written = write_tensors(self.folder / self.name, tensors, progress=self.progress) if tensors else Written(0, 0)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, written.bytes, (self.name, written)) for item in plan.items])
         return done

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,6 +39,8 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100 * 2**20
 _CHUNK = 64 * 2**20
+_FLUSH_S = 30.0
+"""Writing goes to the disk so often, so that the last flush is not the one that takes long."""
 
 
 class Written(NamedTuple):
@@ -86,8 +89,14 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
-    """Write and fsync. Device tensors are copied to the host one at a time."""
+def nothing() -> None:
+    """Tells nobody of progress."""
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, progress: Callable[[], None] = nothing
+) -> Written:
+    """Write and fsync. Device tensors are copied to the host one at a time. ``progress`` is called after each 64 MiB or less."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
@@ -100,10 +109,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with open(path, "wb") as opened:
         file = Summed(opened)
         file.write(struct.pack("<Q", len(text)) + text)
+        flushed = time.monotonic()
         for tensor in tensors.values():
             raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
             for start in range(0, raw.size, _CHUNK):
                 file.write(raw[start : start + _CHUNK].data)
+                if time.monotonic() - flushed > _FLUSH_S:
+                    file.flush()
+                    flushed = time.monotonic()
+                progress()
         file.flush()
     return file.written
 

@@ -449,7 +449,7 @@ class Trainer:
             self._say(f"step {self.info.step}: {name} is undefined ({why}): this evaluation counts neither as better nor as worse")
         if not final and self.best.update(self.results, self.info.step) and self.config.eval.restore_best:
             self._checkpoint()
-            self._saved(self.saver.wait())
+            self._wait_for_checkpoint()
             self.runtime.on_main(lambda: self.folder.checkpoints.mark_best(self.info.step))
         self.meter.mark(None)
 
@@ -474,7 +474,7 @@ class Trainer:
             "wall_s": self._wall(),
         }
         meta = {"samples": self.info.samples, "model": self.config.model.name, "fitted": self.fitted, **environment(rt.device)}
-        self._saved(self.saver.wait())
+        self._wait_for_checkpoint()
         path = self.saver.save(self.info.step, meta=meta, parts=self._tensors(), shared=shared, ranks=ranks)
         self.saved_at = self.info.step
         self.save_s = time.perf_counter() - started
@@ -484,6 +484,10 @@ class Trainer:
 
     def _tensors(self) -> dict[str, dict[str, State]]:
         return {"model": self.parts.dense_state(), "optimizer": dict(self.step.dense.state_items()), "tables": self.parts.table_state()}
+
+    def _wait_for_checkpoint(self) -> None:
+        self.watch.note(self.info.step, "checkpoint")
+        self._saved(self.saver.wait())
 
     def _saved(self, path: Path | None) -> None:
         if path is not None:
@@ -568,7 +572,7 @@ class Trainer:
             self._checkpoint()
             if self.evaluated_at != self.info.step:
                 self._evaluate()
-        self._saved(self.saver.wait())
+        self._wait_for_checkpoint()
         memory = max(self.runtime.gather_objects(peak_memory(self.runtime.device)))
         summary = summary_record(self.info, status, self.results, self.record, self.best.step, self._wall(), memory)
         if self.runtime.main:

@@ -3,7 +3,8 @@
 Every process tells the others once a second, through the store of the process group, that it lives and what its main thread is doing. One
 that makes no progress for ``timeout_s``, one whose neighbour falls silent and one that fails raise an alarm; whoever hears an alarm prints
 it with its own stacks and ends, because a main thread that waits in a collective cannot be woken otherwise. Stacks, and what the flight
-recorder of torch.distributed knows of the last collectives, are left in the run folder.
+recorder of torch.distributed knows of the last collectives, are left in the run folder. While one process gets on, those that are at the
+same thing may wait for it: a checkpoint takes as long as its slowest writer.
 
 A process that is alone tells nobody and is never ended: after ``timeout_s`` without progress it prints its stacks, once a standstill.
 """
@@ -18,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -101,7 +103,8 @@ class Watchdog:
         before = self._scan()
         while self._thread is not None and not cause and time.monotonic() < until:
             time.sleep(self.interval / 2)
-            cause = self._alarmed() or ""
+            with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with the process that is lost
+                cause = self._alarmed() or ""
         if not cause and self._thread is not None:
             now = self._scan()
             lost = [r for r in range(self.world) if r != self.rank and now.get(r, {}).get("beats") == before.get(r, {}).get("beats")]
@@ -137,7 +140,8 @@ class Watchdog:
                 alarm = self._alarmed()
                 stuck = time.monotonic() - self._moved
                 if alarm is None and stuck > self.timeout_s and self._state == "runs":
-                    alarm = self._alarm(self._hang(stuck))
+                    beats = self._scan()
+                    alarm = None if self._others_move(beats) else self._alarm(self._hang(stuck, beats))
                 if alarm is None and (lost := self._lost(watched)):
                     alarm = self._alarm(lost)
             except (dist.DistError, RuntimeError) as error:
@@ -197,9 +201,14 @@ class Watchdog:
             return None
         return _silent(rank, record, now - since)
 
-    def _hang(self, stuck: float) -> str:
+    def _others_move(self, beats: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether a process that is at what this one is at has got on within the timeout."""
+        here = "runs", self.step, self.phase
+        there = (b for rank, b in beats.items() if rank != self.rank and (b["state"], b["step"], b["phase"]) == here)
+        return any(b["for_s"] <= self.timeout_s for b in there)
+
+    def _hang(self, stuck: float, beats: Mapping[int, Mapping[str, Any]]) -> str:
         lines = [f"no progress for {stuck:.0f} s on rank {self.rank} (parallel.timeout_s = {self.timeout_s:g}); the ranks:"]
-        beats = self._scan()
         steps = [b["step"] for b in beats.values()]
         for rank in range(self.world):
             b = beats.get(rank)

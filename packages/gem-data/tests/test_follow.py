@@ -31,6 +31,7 @@ from gem_core.train.step import TrainStep
 from gem_core.train.watchdog import Watchdog
 from gem_data.config import FollowConfig
 from gem_data.spec import build_follow
+from gem_data.validate import validate
 
 FEATURES = Features.model_validate({"sample_id": "id", "sparse": {"item": {"rows": 20}}, "labels": {"click": {}}})
 ROWS = 40
@@ -366,6 +367,25 @@ def followed_apart(rank, world, task):
         if len(read) == 3 and min(runtime.numbers(3.0)) == 3 and rank == 0:
             add(log, 4)
     return read, feed.stopped, feed.source.state_dict()["watermark"]
+
+
+def test_faults_of_a_followed_log_name_its_section(folder, tmp_path):
+    """What is said of its files and of how they are read is of [data.parquet-follow]."""
+
+    def build(split="train", features=FEATURES, **options):
+        config = FollowConfig(**{"train": (str(folder),), "idle_s": 0, **options})
+        return build_follow(config, features, split=split, batch_size=8)
+
+    refuses = Features.model_validate({"sparse": {"item": {"rows": 20, "policy": "quarantine"}}, "labels": {"click": {}}})
+    cases = {
+        r'\[data\.parquet-follow\] root = "other"': lambda: build("eval", root="other", eval=("nowhere",)),
+        r'set \[data\.parquet-follow\] quarantine = "folder"': lambda: next(iter(build(features=refuses))),
+        r"where: \[data\.parquet-follow\.batching\]": lambda: next(iter(build(batching={"kind": "tokens", "budget": 100}))),
+        r'\[data\.parquet-follow\] root = "else"': lambda: validate(FollowConfig(train=(), eval=("no",), root="else"), FEATURES, "eval"),
+    }
+    for said, build_it in cases.items():
+        with pytest.raises(GemError, match=said):
+            build_it()
 
 
 @pytest.mark.parametrize("way", ["host", "device"])

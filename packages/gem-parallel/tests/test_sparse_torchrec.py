@@ -17,7 +17,7 @@ from gem_core.train.mesh import Mesh
 from gem_parallel.sparse import specs
 from gem_parallel.sparse.config import Torchrec2dConfig, TorchrecConfig
 from gem_parallel.sparse.simulate import Simulator, groups_of, joined, look_up, random_group, run_ranks, toy_loss, toy_tables
-from gem_parallel.sparse.torchrec_tables import select
+from gem_parallel.sparse.torchrec_tables import TorchrecTables, select
 
 TABLES = toy_tables()
 BUILD = {s.name: s.build for s in specs()}
@@ -180,3 +180,35 @@ def test_options_of_an_unknown_table_are_refused():
     config = TorchrecConfig(tables={"x": {"sharding": "row"}})
     with pytest.raises(ConfigError, match=r"no table 'x'(.|\n)*a, b, c, d"):
         BUILD["gem-2d"](TABLES, Mesh(1), {s.name: s for s in specs()}["gem-2d"].config_type(tables=config.tables))
+
+
+@pytest.mark.parametrize("saves", [(), (1,), (3, 4)])
+def test_replicas_are_averaged_so_many_steps_after_the_last_time(saves):
+    """Telling the state averages too, and what is resumed from it has the next average in the same step as what went on."""
+
+    class Replicas:
+        def sync(self, **_):
+            averaged.append(step)
+
+    def begun():
+        tables = TorchrecTables.__new__(TorchrecTables)
+        torch.nn.Module.__init__(tables)
+        tables.config, tables.device = Torchrec2dConfig(sync_every=3), torch.device("cpu")
+        tables.steps, tables.replicated, tables._ahead, tables._module = 0, {}, None, [Replicas()]
+        return tables
+
+    plain, averaged = begun(), []
+    for step in range(1, 10):
+        plain.after_backward(torch.tensor(True))
+        if step in saves:
+            plain._flush()
+    whole = list(averaged)
+    assert whole == {(): [3, 6, 9], (1,): [1, 4, 7], (3, 4): [3, 3, 4, 7]}[saves]
+    for save in saves:
+        averaged.clear()
+        resumed = begun()
+        for step in range(save + 1, 10):
+            resumed.after_backward(torch.tensor(True))
+            if step in saves:
+                resumed._flush()
+        assert averaged == [at for at in whole if at > save]

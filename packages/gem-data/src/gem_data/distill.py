@@ -78,7 +78,7 @@ def distill(
         sums = RunFolder(teacher).checkpoints.load(model.step).meta["crc32"]
         about = {"teacher": str(teacher.resolve()), "step": model.step, "crc32": sums, "tasks": tasks}
         written = [
-            _scored(model, find_files([path], options.root), scores / f"train-{i}.parquet", about, quiet)
+            _scored(model, find_files([path], options.root, options.section), scores / f"train-{i}.parquet", about, quiet)
             for i, path in enumerate(options.paths("train"))
         ]
     columns = [f"train.distill.teacher.{task}={task}_{COLUMN}" for task in tasks]

@@ -49,10 +49,10 @@ class DataFile:
         return sum(self.rows[:row_group])
 
 
-def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[DataFile]:
+def find_files(paths: Path | Sequence[Path], root: str | None = None, section: str = "data.parquet") -> list[DataFile]:
     """Open all files under ``paths`` (files, folders, patterns with ``*``, fsspec URLs) and read their footers.
 
-    :param root: ``[data.parquet] root``, where relative paths start; None: the working folder.
+    :param root: ``root`` of the ``section`` of the configuration, where relative paths start; None: the working folder.
 
     :raises DataError: a path that matches nothing, a folder without Parquet files, a file that is not Parquet or is cut off.
     """
@@ -62,7 +62,7 @@ def find_files(paths: Path | Sequence[Path], root: str | None = None) -> list[Da
         raise DataError("no paths were given", fix="name at least one file, folder or pattern")
     found: list[tuple[pafs.FileSystem, str, str]] = []
     for path in paths:
-        found += _expand(path, root)
+        found += _expand(path, root, section)
     unique: dict[str, tuple[pafs.FileSystem, str, str]] = {}
     again = []
     for place in found:
@@ -91,17 +91,17 @@ def _above(path: str, base: str) -> list[str]:
     return folders
 
 
-def _expand(path: Path, root: str | None) -> list[tuple[pafs.FileSystem, str, str]]:
+def _expand(path: Path, root: str | None, section: str) -> list[tuple[pafs.FileSystem, str, str]]:
     """(filesystem, path in it, base folder for partitions) of every file that ``path`` stands for, sorted."""
     filesystem, inner, full = filesystem_of(path, root or ".")
-    start = "this folder is" if root is None else f'[data.parquet] root = "{root}" is'
+    start = "this folder is" if root is None else f'[{section}] root = "{root}" is'
     fix = "check the path" if "://" in full or os.path.isabs(path) else f"check the path; {start} {os.path.abspath(root or '.')}"
     local = isinstance(filesystem, pafs.LocalFileSystem)
     if local and any(c in inner for c in "*?[") and not os.path.exists(inner):
         matches = sorted(glob.glob(inner, recursive=True))
         if not matches:
             raise DataError("no file matches the pattern", where=full, fix=fix)
-        return [f for match in matches for f in _expand(match, None)]
+        return [f for match in matches for f in _expand(match, None, section)]
     info = _info(filesystem, inner, full)
     if info.type == pafs.FileType.NotFound:
         raise DataError("there is no such file or folder", where=full, fix=fix)

@@ -46,9 +46,8 @@ def fit(
             "no feature has a vocabulary or buckets", where="[features]", fix="set vocabulary = true, or buckets = N, in an id feature"
         )
     plain = _unfitted(features, paths)
-    rows = ParquetSource(
-        config.paths(split), plain, batch_size=1, filter=config.filter(split), root=config.root, prefetch=0, quarantine="."
-    )
+    how: dict[str, Any] = {"filter": config.filter(split), "root": config.root, "section": config.section}
+    rows = ParquetSource(config.paths(split), plain, batch_size=1, prefetch=0, quarantine=".", **how)
     words, numbers = _Words(), {path: _Numbers(rows.rows) for path in paths if features.id_features()[path].buckets}
     decoder = Decoder(plain)
     with closing(Reader()) as reader:

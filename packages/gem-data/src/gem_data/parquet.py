@@ -48,6 +48,7 @@ class ParquetSource(IterableDataset[Batch]):
     :param batching: how samples are cut into batches; see `balance`.
     :param quarantine: folder for rows that a feature with policy = "quarantine" refuses. Positions count them, so batches that lose rows
         are smaller; ``quarantined`` counts the rows so far.
+    :param section: of the configuration; errors name it.
     :raises DataError: everything that is wrong with the files; ConfigError: with the declaration.
     """
 
@@ -69,12 +70,13 @@ class ParquetSource(IterableDataset[Batch]):
         quarantine: str | None = None,
         batching: Batching = Fixed(),  # noqa: B008 (frozen)
         root: str = ".",
+        section: str = "data.parquet",
     ) -> None:
-        self.features, self.seed, self.batching = features, seed, batching
+        self.features, self.seed, self.batching, self._section = features, seed, batching, section
         self._prefetch, self._workers = prefetch, workers
         self._rows = RowReader(features, [text for text in (features.filter, filter) if text], quarantine)
         self._check_quarantine()
-        self.files = find_files(paths, root)
+        self.files = find_files(paths, root, section)
         # Before pyarrow 22 a schema with metadata, as pandas writes it, cannot be hashed.
         alike = {(f.schema.remove_metadata(), tuple(k for k, _ in f.partition)): f for f in reversed(self.files)}
         for file in alike.values():
@@ -258,24 +260,24 @@ class ParquetSource(IterableDataset[Batch]):
             raise ConfigError(
                 'policy = "quarantine" needs a folder for the refused rows',
                 where=f"features: {', '.join(using)}",
-                fix='set [data.parquet] quarantine = "folder"',
+                fix=f'set [{self._section}] quarantine = "folder"',
             )
 
     def _check_batching(self, batch_size: int) -> None:
         if self.features.request is not None and not isinstance(self.batching, Fixed):
             raise ConfigError(
                 f"batching by length ({self.batching.kind}) would part the samples of a request",
-                where="[data.parquet.batching]",
+                where=f"[{self._section}.batching]",
                 fix='set kind = "fixed", or leave features.request out',
             )
         if not isinstance(self.batching, Fixed) and not self.features.sequences:
             raise ConfigError(
-                f"batching by length ({self.batching.kind}) needs a history", where="[data.parquet.batching]", fix='set kind = "fixed"'
+                f"batching by length ({self.batching.kind}) needs a history", where=f"[{self._section}.batching]", fix='set kind = "fixed"'
             )
         if isinstance(self.batching, Balanced) and batch_size % self.batching.base:
             raise ConfigError(
                 f"batch_size {batch_size} is no multiple of the base batches' {self.batching.base} samples",
-                where="[data.parquet.batching]",
+                where=f"[{self._section}.batching]",
                 fix="change batch_size or base",
             )
 

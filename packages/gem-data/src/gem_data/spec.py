@@ -42,6 +42,7 @@ def build_parquet(
         quarantine=config.quarantine,
         batching=config.batching,
         root=config.root,
+        section=config.section,
     )
 
 

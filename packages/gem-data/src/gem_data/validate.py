@@ -6,7 +6,6 @@ Every feature is decoded on its own by the reader's own code (`decode.Decoder`),
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from gem_data.block import TIMES, Bag, Block
 from gem_data.columns import Chunk
 from gem_data.config import ParquetConfig
 from gem_data.decode import Decoder, event_columns, late, meant
-from gem_data.files import Path, Reader
+from gem_data.files import Reader
 from gem_data.parquet import ParquetSource
 
 DISTINCT_LIMIT = 5_000_000
@@ -95,13 +94,14 @@ def validate(config: ParquetConfig, features: Features, split: str) -> Report:
 
     :raises DataError: files that cannot be read at all, or a schema that does not fit (a column missing, a wrong type).
     """
-    return _Validator(config.paths(split), features, config.filter(split), config.root, split).run()
+    return _Validator(config, features, split).run()
 
 
 class _Validator:
-    def __init__(self, paths: Sequence[Path], features: Features, filter: str | None, root: str, split: str) -> None:
+    def __init__(self, config: ParquetConfig, features: Features, split: str) -> None:
         self.features = _lenient(features)
-        self.source = ParquetSource(paths, self.features, batch_size=1, filter=filter, root=root, prefetch=0, quarantine=".")
+        how: dict[str, Any] = {"filter": config.filter(split), "root": config.root, "section": config.section}
+        self.source = ParquetSource(config.paths(split), self.features, batch_size=1, prefetch=0, quarantine=".", **how)
         self.report = Report(split, len(self.source.files))
         self.decoders = {name: Decoder(part, check_units=False) for name, part in _parts(self.features).items()}
         self.found: dict[tuple[str, str], Violation] = {}

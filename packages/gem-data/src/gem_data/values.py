@@ -265,7 +265,7 @@ def labels(site: Site, array: pa.Array, threshold: float | None, counts: Bools) 
         kind = "null" if bool(arrow.nulls(array)[position]) else "NaN"
         site.fail(
             f"a label is {kind}",
-            "remove the row, fill the label, leave rows without one out by a filter (train_filter and eval_filter of [data.parquet], as in "
+            "remove the row, fill the label, leave rows without one out by a filter (train_filter and eval_filter beside the paths, as in "
             "'click is not None'), or declare mask = <column that says where the label counts>",
             position,
         )

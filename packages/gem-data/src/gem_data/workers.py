@@ -112,7 +112,7 @@ class Workers:
         return DataError(
             f"a reader process (pid {process.pid}) {how}",
             where=", ".join(dict.fromkeys(unit.file.path for unit in window.units)),
-            fix="the system kills processes when memory runs out: lower data.parquet.workers or window; then resume, nothing is lost",
+            fix="the system kills processes when memory runs out: lower workers or window of the source; then resume, nothing is lost",
         )
 
 

@@ -94,6 +94,7 @@ class TorchrecTables(nn.Module):
         self.optimizer = RowwiseOptions()
         self.alias = {t.name: f"t{i}" for i, t in enumerate(tables.tables)}
         self.steps = 0
+        """Since the replicas were averaged last."""
         plans = Plans(tables, self.options, config, self.alias, mesh.model, self.device)
         parts, self.reads = plans.collections()
         holder = Collections(parts)
@@ -380,11 +381,13 @@ class TorchrecTables(nn.Module):
             weight -= (grad * (self.optimizer.lr / (accumulator.sqrt() + self.optimizer.eps)).unsqueeze(1)).to(weight.dtype)
         self.steps += 1
         config = self.config
-        if isinstance(config, Torchrec2dConfig) and not config.fully_sharded and self.steps % config.sync_every == 0:
+        if isinstance(config, Torchrec2dConfig) and not config.fully_sharded and self.steps == config.sync_every:
             self._average()
 
     def _average(self) -> None:
-        """Weights and optimizer state become their means over the replicas; between steps every rank has its whole shard."""
+        """Weights and optimizer state become their means over the replicas; between steps every rank has its whole shard. The next average
+        is counted from here, so that a run resumed from this state has it in the same step as the run that goes on."""
+        self.steps = 0
         if isinstance(self.config, Torchrec2dConfig):
             self._module[0].sync(include_optimizer_state=True)
 

@@ -437,12 +437,12 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch):
     for step in range(1, 11):
         run.step = step
         progress.on_step(run, {"loss": 0.5, "lr": 0.1} if step == 5 else None)
-    progress.say("a line above")
+    progress.say("a line above of runs/[bold]:key:[/x]")
     progress.on_end(run, {})
     text = screen.getvalue()
     assert "10/10" in text
     assert "loss 0.50000" in text
-    assert "a line above" in text
+    assert "a line above of runs/[bold]:key:[/x]" in text
     assert "\x1b[" in text
 
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -43,7 +44,10 @@ def _enter(count: int, total: float) -> list[IO[str]]:
     """That many places, held until they are closed, or none."""
     device, held = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid, []
     for i in range(int(0.8 * total // PLACE)):
-        place = Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}").open("w")  # noqa: SIM115 - held until closed
+        try:
+            place = _opened(Path(tempfile.gettempdir(), f"gem-gpu-memory-{device}-{i}"))
+        except OSError:
+            continue
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -55,6 +59,16 @@ def _enter(count: int, total: float) -> list[IO[str]]:
     for place in held:
         place.close()
     return []
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file, to be read, which is enough for a lock: it may be another user's."""
+    if not path.exists():
+        with suppress(FileExistsError):
+            made = os.open(path, os.O_CREAT | os.O_EXCL)
+            os.fchmod(made, 0o444)
+            os.close(made)
+    return path.open()
 
 
 @pytest.fixture

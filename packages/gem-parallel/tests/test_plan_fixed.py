@@ -17,10 +17,13 @@ from gem_core.cli import main
 from gem_core.config import FrozenConfig, config_from_dict
 from gem_core.plugins import manager
 from gem_core.sources.drawn import RandomConfig
+from gem_parallel.plan.candidates import Dense, sparse_candidates
 from gem_parallel.plan.fixed import CORE, OPTIONS, Fixed
 from gem_parallel.plan.grid import Table
 from gem_parallel.plan.report import left_out
 from gem_parallel.plan.search import Space, plan
+from gem_parallel.plan.settings import to_parallel
+from gem_parallel.plan.workload import Table as Table_
 from gem_parallel.plan.workload import _balancing
 
 CLUSTERS = Path(__file__).parents[3] / "docs/examples/clusters"
@@ -219,6 +222,51 @@ def test_an_open_value_is_not_a_setting() -> None:
         "parallel.shard", "parallel.gem-2d.sharding",
     }  # fmt: skip
     assert set(CORE) == {"dense", "sparse", "replicate", "shard", "expert", "model", "replica"}
+
+
+TABLES = (Table_("large", 10_000_000, 64, 4, 4.0), Table_("small", 1_000, 16, 1, 1.0))
+
+
+def cuts(fixed: Fixed) -> set[tuple[str, ...]]:
+    """How gem-2d may cut the large and the small table over two ranks."""
+    place, work = cluster((4, 300, 1, 1)), workload(tables=TABLES)
+    return {one.cuts for one in sparse_candidates(work, 4, place, ["gem-2d"], fixed=fixed) if one.model == 2}
+
+
+@pytest.mark.parametrize("free", [(), ("parallel.gem-2d.tables.large.sharding",)])
+def test_a_table_may_be_left_open_where_all_others_are_set(free: tuple[str, ...]) -> None:
+    own = {"sharding": "row" if free else "auto"}
+    options = {"sharding": "row", "tables": {"large": own}}
+    config = config_from_dict({"parallel": {"sparse": "gem-2d", "gem-2d": options}})
+    fixed = Fixed.of(config, free=free)
+    assert cuts(fixed) == {("row", "row"), ("table", "row")}
+    assert cuts(Fixed.of(config_from_dict({"parallel": {"gem-2d": {**options, "tables": {}}}}))) == {("row", "row")}
+    assert "parallel.gem-2d.tables.large.sharding" not in fixed.values
+    one = next(
+        one
+        for one in sparse_candidates(workload(tables=TABLES), 4, cluster((4, 300, 1, 1)), fixed=fixed)
+        if one.cuts == ("table", "row") and one.model == 2
+    )
+    section = to_parallel(Dense(4, 1, 1), one, workload(tables=TABLES), fixed.section, fixed=fixed)["gem-2d"]
+    assert section["sharding"] == "row"
+    assert section["tables"] == {"large": {"sharding": "table"}, "small": {"sharding": "row"}}
+
+
+def test_what_one_table_costs_is_told_of_that_table_alone() -> None:
+    options = {"sharding": "row", "tables": {"large": {"sharding": "table"}}}
+    fixed = Fixed.of(config_from_dict({"parallel": {"gem-2d": options}}))
+    assert cuts(fixed) == {("table", "row")}
+    assert cuts(fixed.without("parallel.gem-2d.tables.large.sharding")) == {("row", "row"), ("table", "row")}
+    assert cuts(fixed.without("parallel.gem-2d.sharding")) == {("table", "row"), ("table", "table")}
+
+
+def test_brackets_in_names_are_told_as_they_are(search: Any, tmp_path: Path) -> None:
+    file = tmp_path / "my[bold][" / "b]:key:.toml"
+    file.parent.mkdir()
+    file.write_text(CONFIG)
+    code, text, _ = search("parallel.dense=ddp", file=file, more=("--explain",))
+    assert code == 0
+    assert f"Set by {file} and kept: " in text
 
 
 def test_what_settings_cost_is_told(search: Any) -> None:

@@ -112,7 +112,7 @@ class Progress(Callback):
     def say(self, line: str) -> None:
         """One line, above the bar where there is one."""
         if self.bar is not None:
-            self.bar.console.print(line, highlight=False, markup=False)
+            self.bar.console.print(line, highlight=False, markup=False, emoji=False)
         else:
             print(line, flush=True)
 

@@ -50,10 +50,12 @@ def decided(section: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """``values``: key of the configuration -> what it is set to. ``section``: the configured ``[parallel]`` section."""
+    """``values``: key of the configuration -> what it is set to. ``section``: the configured ``[parallel]`` section. ``open``: keys that
+    leave the choice to the search, whatever holds for all that say nothing."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     section: Mapping[str, Any] = field(default_factory=dict)
+    open: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: Config, *, free: Sequence[str] = (), now: Collection[str] = ()) -> Fixed:
@@ -71,14 +73,13 @@ class Fixed:
             values[RECOMPUTE] = list(modules)
         _check(free, values)
         before = config.plan.get("decided", {})
+        left = {key for key, value in values.items() if value in _OPEN or any(_inside(key, freed) for freed in free)}
         values = {
             key: value
             for key, value in values.items()
-            if value not in _OPEN
-            and not any(_inside(key, freed) for freed in free)
-            and (any(_inside(key, one) for one in now) or key not in before or before[key] != value)
+            if key not in left and (any(_inside(key, one) for one in now) or key not in before or before[key] != value)
         }
-        return cls(values, section)
+        return cls(values, section, frozenset(left))
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -90,7 +91,7 @@ class Fixed:
         return found
 
     def without(self, key: str) -> Fixed:
-        return Fixed({k: v for k, v in self.values.items() if k != key}, self.section)
+        return replace(self, values={k: v for k, v in self.values.items() if k != key}, open=self.open | {key})
 
     def dense(self, one: Dense) -> Dense | None:
         """``one`` with the options that are set, or None where something else is set."""
@@ -123,9 +124,8 @@ class Fixed:
         if any(self._option(strategy, key) not in (None, value) for key, value in has.items()):
             return None
         if one.model > 1:
-            everywhere = self._option(strategy, "sharding")
             for group, cut in zip(classes, one.cuts):
-                own = (self.values.get(f"parallel.{strategy}.tables.{name}.sharding", everywhere) for name in group.names)
+                own = (self._cut(strategy, name) for name in group.names)
                 if any(asked not in (None, cut) for asked in own):
                     return None
         collective = self._option(strategy, "collective")
@@ -133,6 +133,10 @@ class Fixed:
 
     def _axes(self, one: Dense | Sparse, axes: Sequence[str]) -> bool:
         return all(self.values.get(f"parallel.{axis}") in (None, getattr(one, axis)) for axis in axes)
+
+    def _cut(self, strategy: str, table: str) -> Any:
+        key = f"parallel.{strategy}.tables.{table}.sharding"
+        return self.values.get(key, None if key in self.open else self._option(strategy, "sharding"))
 
     def _option(self, strategy: str, key: str) -> Any:
         if key not in OPTIONS.get(strategy, ()):
@@ -144,7 +148,7 @@ class Fixed:
         """Those that a plan of these strategies has: options of others are kept in the file and do nothing."""
         names = {dense, _SIBLINGS.get(dense, dense), sparse}
         known = {key for key in self.values if not key.startswith("parallel.") or key.split(".")[1] in names or key.count(".") == 1}
-        return Fixed({key: value for key, value in self.values.items() if key in known}, self.section)
+        return replace(self, values={key: value for key, value in self.values.items() if key in known})
 
     def text(self) -> str:
         return ", ".join(setting(key, value) for key, value in self.values.items())

@@ -290,6 +290,7 @@ def write_ranks(path: Path, space: Space, chosen: Estimate, simulation: Simulati
 
 def show(*parts: RenderableType) -> None:
     # a pipe or a file has no width, and 80 columns cut the names of collectives
-    console = Console(soft_wrap=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
+    console = Console(soft_wrap=False, width=width, markup=False, emoji=False)  # names and paths are told as they are
     for part in parts:
         console.print(part)

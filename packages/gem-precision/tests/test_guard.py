@@ -193,6 +193,33 @@ def test_sites_that_are_not_on_all_ranks_are_judged_apart_and_known_to_all(tmp_p
     assert states == states[:1] * 3
 
 
+def sampled_again(rank: int, world: int, _: None) -> list:
+    """Steps in which ranks sample what they did before, less, and more; of each what is judged, and whether names travelled."""
+    sites = [Site(f"expert.{i}", "linear", linear_levels("mxfp8", mx_linear())) for i in range(3)]
+    guard, told = NumericsGuard(sites, GuardConfig(sample_every=1)), []
+    real = torch.distributed.all_gather_object
+    torch.distributed.all_gather_object = lambda *arguments: (told.append(step), real(*arguments))
+    seen = []
+    for step, mine in enumerate([{0: 0, 1: 1}, {0: 0, 1: 1}, {1: 1}, {0: 2, 1: 0}, {0: 1, 1: 2}, {}], 1):
+        if rank in mine:
+            sites[mine[rank]].samples["fprop.x"] = torch.tensor(sums(), dtype=torch.float64)
+        guard.on_step(step, torch.tensor(1.0))
+        seen.append({name: record.worst.get("fprop.x", {}).get("amax") for name, record in guard.records.items()})
+        for record in guard.records.values():
+            record.worst = {}
+    return [seen, told]
+
+
+def test_names_of_what_is_sampled_travel_once(tmp_path):
+    found = run_processes(2, sampled_again, None, tmp_path)
+    assert found[0] == found[1]
+    seen, told = found[0]
+    assert told == [1, 4]
+    assert [{name[-1]: None for name, worst in step.items() if worst is not None} for step in seen] == [
+        dict.fromkeys(names) for names in ("01", "01", "1", "02", "12", "")
+    ]
+
+
 def test_nonfinite_losses_raise_the_alarm_then_shelter_then_stop():
     guard, site = guarded(sample_every=1000, alarm_steps=3, stop_after=4)
     feed(guard, 1, loss=0.5)

@@ -2,8 +2,8 @@
 
 Nothing waits for the device: the sums of a sample and every loss are copied to pinned memory and judged ``lag`` steps later, on every rank
 at the same step and, since the sums are added over the ranks first, with the same result: also for sites that only some ranks have, as
-those of experts that are spread, or that only some have sampled. For that, several ranks tell each other what they have sampled, and wait
-for it in the steps that are.
+those of experts that are spread, or that only some have sampled. For that, several ranks tell each other what they have sampled, by flags
+that the hosts exchange in the steps that are, and by name where something is sampled for the first time.
 
 ::
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -82,6 +82,8 @@ class NumericsGuard:
         self.drift = 0.0
         self._told = 0
         self._turn = 0
+        self._known: dict[tuple[str, str], None] = {}
+        """Sites and operands that some rank has sampled, in the same order on all ranks."""
         self._arm(1)
 
     # What the trainer asks for
@@ -210,7 +212,7 @@ class NumericsGuard:
             return
         own = {(name, operand): sums for name, site in self.sites.items() for operand, sums in site.samples.items()}
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        keys = _of_all_ranks(list(own)) if several else list(own)
+        keys = self._of_all_ranks(own) if several else list(own)
         none = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         sums = torch.stack([own.get(key, none) for key in keys]) if keys else none.new_zeros(0, len(SUMS), device="cpu")
         if several and keys:
@@ -221,6 +223,20 @@ class NumericsGuard:
         self._pending.append((step, "sample", keys, OnItsWay(sums)))
         if self.alarm:
             self.alarm -= 1
+
+    def _of_all_ranks(self, own: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
+        """What any rank has sampled, in one order."""
+        flags = torch.tensor([not all(key in self._known for key in own), *(key in own for key in self._known)], dtype=torch.int32)
+        dist.all_reduce(flags)
+        news, *counts = flags.tolist()
+        sampled = [key for key, count in zip(self._known, counts, strict=True) if count]
+        if news:
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, [key for key in own if key not in self._known])
+            new = list(dict.fromkeys(key for keys in found for key in keys))
+            self._known |= dict.fromkeys(new)
+            sampled += new
+        return sampled
 
     def _receive(self) -> None:
         step, what, keys, sent = self._pending.popleft()
@@ -350,10 +366,3 @@ class NumericsGuard:
             scalars["guard_max_underflow"] = max(m["underflow"] for m in operands)
             scalars["guard_max_relative_error"] = max(m["relative_error"] for m in operands)
         return scalars
-
-
-def _of_all_ranks(own: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """What any rank has sampled, in one order."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return list(dict.fromkeys(key for keys in found for key in keys))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -12,7 +13,7 @@ from gem_core.bench import ceilings, ladder, local, overheads, step
 from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
 from gem_core.config import config_from_dict, resolve
-from gem_core.errors import ConfigError, PluginError, RunError
+from gem_core.errors import ConfigError, DeviceError, PluginError, RunError
 from gem_core.hookspecs import LadderSpec
 from gem_core.train.build import build_parts
 from gem_core.train.runtime import Runtime
@@ -40,6 +41,22 @@ def test_a_step_is_measured():
     assert found["wasted"] == 0.0
     assert found["mfu"] is None
     assert "not known" in found["mfu_peak"]["reason"]
+
+
+def test_a_step_that_a_cpu_has_no_memory_for_is_refused_with_what_it_has_memory_for(monkeypatch):
+    many = config().model_copy(update={"data": config().data.model_copy(update={"batch_size": 512})})
+    monkeypatch.setattr(local, "machine_memory", lambda: 6 * 2**20)
+    with pytest.raises(DeviceError, match=r"a step of 512 samples takes at least 0\.0 GiB") as refused:
+        local.measure(many, repeats=1)
+    said = re.search(r"to less than (\d+)", str(refused.value))
+    assert said is not None
+    fewer = int(0.8 * int(said[1]))
+    assert 16 < fewer < 400
+    less = many.model_copy(update={"data": many.data.model_copy(update={"batch_size": fewer})})
+    assert local.measure(less, repeats=1)["samples"] == fewer
+    monkeypatch.setattr(local, "machine_memory", lambda: 2**20)
+    with pytest.raises(DeviceError, match="measure a smaller preset"):
+        local.measure(many, repeats=1)
 
 
 def test_a_window_in_which_a_captured_step_recorded_is_repeated(monkeypatch):

@@ -30,7 +30,8 @@ from gem_core.batch import Batch
 from gem_core.bench.ceilings import ceilings, seconds
 from gem_core.bench.step import repeated
 from gem_core.config import Config, resolve
-from gem_core.errors import ConfigError, RunError
+from gem_core.doctor_run import machine_memory
+from gem_core.errors import ConfigError, DeviceError, RunError
 from gem_core.model.tables import sparse_group
 from gem_core.ops import use_policy
 from gem_core.ops.remember import recording
@@ -75,6 +76,7 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
     """Times of the parts of ``config``'s model on one batch of its training source; see the module.
 
     :raises ConfigError: the model is not the gem model, whose parts are known here.
+    :raises DeviceError: a step needs more memory than a CPU has.
     """
     resolved = resolve(config)
     config = resolved.config
@@ -87,6 +89,8 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
         held_against = peak(device_name(rt.device), parts.precisions())
         step = TrainStep(parts, config, rt, Meter(rt.device, held_against))
         step.set_lr(0.0)
+        if rt.device.type == "cpu":
+            check_step(parts, host)
         step_s = repeated(parts, step, host, rt)
         step.forget()
         batch = host.to(rt.device)
@@ -117,6 +121,37 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
             "mfu_peak": {"name": held_against.name, "flops_per_s": held_against.flops, "reason": held_against.reason},
             **environment(rt.device),
         }
+
+
+def check_step(parts: Parts, host: Batch) -> None:
+    """Like `gem_core.train.build.check_room`, of a step: what the forward pass of a few samples keeps for the backward pass tells what that
+    of all of them does.
+
+    :raises DeviceError: that, the parameters and their optimizer's state are more than the machine's memory.
+    """
+    room, few = machine_memory(), host.select_range(0, -(-host.size // 32))
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = parts.module(expanded(few))
+    for parameter in parts.model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    del output
+    state = 16 * parts.dense_count + 4 * sum(t.rows * (t.dim + 1) for t in parts.tables.table_set.tables)  # type: ignore[union-attr]
+    each = sum(kept.values()) / (few.size + few.tokens) * (host.size + host.tokens) / host.size
+    if room is None or state + each * host.size <= room:
+        return
+    fits = int((room - state) / each)
+    raise DeviceError(
+        f"a step of {host.size:,} samples takes at least {(state + each * host.size) / 2**30:.1f} GiB, {each * host.size / 2**30:.1f} of them "
+        f"for what the backward pass reads, and there are {room / 2**30:.1f} GiB of memory",
+        where="data.batch_size",
+        fix=f"lower it (--batch-size), to less than {fits:,}" if fits > 1 else "measure a smaller preset",
+    )
 
 
 def _tables(parts: Parts, step: TrainStep, batch: Batch, repeats: int) -> Part:

@@ -124,12 +124,33 @@ def measure(config: Config, *, repeats: int = 10) -> dict[str, Any]:
 
 
 def check_step(parts: Parts, host: Batch) -> None:
-    """Like `gem_core.train.build.check_room`, of a step: what the forward pass of a few samples keeps for the backward pass tells what that
-    of all of them does.
+    """Like `gem_core.train.build.check_room`, of a step: what forward passes of a few samples keep for the backward pass, and of twice as
+    many, tells what that of all of them does.
 
     :raises DeviceError: that, the parameters and their optimizer's state are more than the machine's memory.
     """
-    room, few = machine_memory(), host.select_range(0, -(-host.size // 32))
+    room, few = machine_memory(), -(-host.size // 32)
+    if room is None or host.size < 2 * few:
+        return
+    (less, kept), (more, kept_of_more) = (_kept(parts, host.select_range(0, n)) for n in (few, 2 * few))
+    slope = (kept_of_more - kept) / (more - less)
+    each = slope * (host.size + host.tokens) / host.size
+    tables = parts.tables.table_set.tables if parts.tables is not None else ()  # type: ignore[attr-defined]
+    state = 16 * parts.dense_count + sum(4 * t.rows * (t.dim + 1) for t in tables) + max(0.0, kept - slope * less)
+    if state + each * host.size <= room:
+        return
+    fits = int((room - state) / each)
+    whole, read, there = ((n / 2**30) for n in (state + each * host.size, each * host.size, room))
+    raise DeviceError(
+        f"a step of {host.size:,} samples takes at least {whole:.1f} GiB, {read:.1f} of them for what the backward pass reads, and there "
+        f"are {there:.1f} GiB of memory",
+        where="data.batch_size",
+        fix=f"lower it (--batch-size), to less than {fits:,}" if fits > 1 else "measure a smaller preset",
+    )
+
+
+def _kept(parts: Parts, host: Batch) -> tuple[int, int]:
+    """Samples and events of a batch, and the bytes beside parameters that a forward pass keeps for its backward pass."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -137,21 +158,11 @@ def check_step(parts: Parts, host: Batch) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = parts.module(expanded(few))
+        output = parts.module(expanded(host))  # held until all is counted: an address that is free is given out again
     for parameter in parts.model.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     del output
-    state = 16 * parts.dense_count + 4 * sum(t.rows * (t.dim + 1) for t in parts.tables.table_set.tables)  # type: ignore[union-attr]
-    each = sum(kept.values()) / (few.size + few.tokens) * (host.size + host.tokens) / host.size
-    if room is None or state + each * host.size <= room:
-        return
-    fits = int((room - state) / each)
-    raise DeviceError(
-        f"a step of {host.size:,} samples takes at least {(state + each * host.size) / 2**30:.1f} GiB, {each * host.size / 2**30:.1f} of them "
-        f"for what the backward pass reads, and there are {room / 2**30:.1f} GiB of memory",
-        where="data.batch_size",
-        fix=f"lower it (--batch-size), to less than {fits:,}" if fits > 1 else "measure a smaller preset",
-    )
+    return host.size + host.tokens, sum(kept.values())
 
 
 def _tables(parts: Parts, step: TrainStep, batch: Batch, repeats: int) -> Part:

@@ -78,8 +78,8 @@ class Toys:
     def gem_sources(self):
         declared = Features(labels={"click": Label()})
         return [
-            SourceSpec("rows", Rows, build=lambda *a: None, features=lambda config: declared),
-            SourceSpec("other-rows", Rows, build=lambda *a: None),
+            SourceSpec("rows", Rows, build=lambda *a, **options: None, features=lambda config: declared),
+            SourceSpec("other-rows", Rows, build=lambda *a, **options: None),
         ]
 
     @hookimpl
@@ -227,7 +227,8 @@ def test_all_faults_are_told_at_once(tmp_path: Path):
 def test_unreadable_files(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"does not exist\n.*gone\.toml"):
         load_config(tmp_path / "gone.toml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    (tmp_path / "config.toml").touch()  # a run folder
+    with pytest.raises(ConfigError, match=r"(?s)cannot be read: Is a directory.*name the file: .*config\.toml"):
         load_config(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"[run]\nname = 'caf\xe9'\n")
     with pytest.raises(ConfigError, match=r"not UTF-8 text\n.*byte 17"):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.batch import Batch, SparseGroup
-from gem_core.errors import DataError
+from gem_core.errors import DataError, PluginError
 from gem_core.jagged import Jagged
-from gem_core.metrics import Metric, Predictions, builtin_specs
+from gem_core.metrics import Metric, Predictions, Value, builtin_specs
 from gem_core.metrics.collect import MetricSet, group_key
 from gem_core.metrics.rank import Auc, BinnedAuc
 
@@ -304,3 +304,56 @@ def test_built_in_metrics_follow_the_contract():
         empty = {k: (v.dtype, v.shape[1:]) for k, v in metric.state().items()}
         metric.update(rows([0.0, 1.0], [0.0, 1.0], group=[0, 0], truth=[0.5, 0.5]))
         assert {k: (v.dtype, v.shape[1:]) for k, v in metric.state().items()} == empty
+
+
+class Stranger:
+    """What a plug-in's author may write; each test takes something away."""
+
+    better = "higher"
+
+    def update(self, rows):
+        self.mean = float(rows.label.mean())
+
+    def state(self):
+        return {}
+
+    def merge(self, state):
+        pass
+
+    def compute(self):
+        return Value(self.mean)
+
+
+def strange(**members):
+    return type("Strange", (Stranger,), members)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (strange(better=None), "'lift' says better = None, which is none of 'lower', 'higher', 'one'"),
+        (type("Half", (), {"better": "higher", "update": Stranger.update}), "'lift' lacks state, merge, compute"),
+        (strange(compute=lambda self: 0.5), "'lift' computes a float, not a gem_core.metrics.Value"),
+        (strange(compute=lambda self: Value(torch.ones(()))), "'lift' computes a Value of a Tensor, not of a float or None"),
+    ],
+)
+def test_a_metric_that_breaks_the_contract_is_named(metric, words):
+    with pytest.raises(PluginError, match=words) as caught:
+        fed(metric)
+    assert "gemrec plugins" in caught.value.fix
+
+
+def fed(metric):
+    metrics = MetricSet(["ctr"], {"lift": metric})
+    metrics.update(batch([[0.0, 0.0], [1.0, 0.0]]), torch.zeros(2, 1), ("ctr",))
+    return metrics.compute()["ctr"]["lift"].value
+
+
+def test_a_fault_inside_a_metric_stays_its_own_and_names_it():
+    def update(self, rows):
+        raise ZeroDivisionError("mine")
+
+    assert fed(Stranger) == 0.5
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        fed(strange(update=update))
+    assert caught.value.__notes__ == ["while the metric 'lift' of eval.metrics was computed"]

@@ -154,7 +154,19 @@ def faults() -> dict[str, tuple[str, str]]:
             r"unknown hook 'gem_callbackz'\n.*did you mean 'gem_callbacks'",
         ),
         "forgot the marker": (good.replace("@hookimpl", ""), r"gem_callbacks\(\) is not marked as a hook\n.*@gem_core\.hookimpl"),
-        "wants other arguments": (good.replace("gem_callbacks(self)", "gem_callbacks(self, colour)"), "colour"),
+        "wants other arguments": (
+            good.replace("gem_callbacks(self)", "gem_callbacks(self, colour)"),
+            r"its gem_callbacks\(\) asks for colour, which this hook is not given\n.*def gem_callbacks\(self\)",
+        ),
+        "builds without the options": (
+            good.replace("lambda config: None", "lambda: None"),
+            r"build of its callback 'bell' cannot be called with \(config\): too many positional arguments\n.*CallbackSpec in gem_core",
+        ),
+        "builds from what nobody gives": (
+            good.replace("lambda config: None", "lambda config, colour: None"),
+            r"build of its callback 'bell' cannot be called with \(config\): missing a required argument: 'colour'",
+        ),
+        "has nothing to build": (good.replace("lambda config: None", "3"), "build of its callback 'bell' is 3, not a function"),
         "returns no list": (
             good.replace("return [", "return tuple, [", 1),
             r"gem_callbacks\(\) returned a type where a CallbackSpec must be",
@@ -167,6 +179,17 @@ def faults() -> dict[str, tuple[str, str]]:
         ),
         "offers one name twice": (good.replace("return [", "return 2 * ["), "two callbacks called 'bell'"),
     }
+
+
+def test_a_source_must_take_what_every_source_is_given(install: Install, load: Load):
+    """Arguments by name too, which a class takes in its constructor."""
+    source = GOOD.format(name="bell").replace("Callback", "Source").replace("gem_callbacks", "gem_sources")
+    whole = source.replace("lambda config: None", "lambda config, features, *, split, batch_size, shard, seed, drop_last: None")
+    install("acme", whole.replace('"bell"', '"whole"'))
+    install("bolt", source.replace("lambda config: None", "lambda config, features, **options: None").replace('"bell"', '"any"'))
+    install("coil", whole.replace(", drop_last: None", ": None"))
+    with pytest.warns(PluginWarning, match="(?s)coil 1.2 cannot be used: .*unexpected keyword argument 'drop_last'"):
+        assert {"whole", "any"} < {spec.name for spec in load().offers("source")}
 
 
 @pytest.mark.parametrize("fault", faults())

@@ -194,5 +194,6 @@ def test_profile_writes_a_trace_and_a_summary(tmp_path, capsys):
 def test_the_share_of_the_explainable_is_told_where_something_is() -> None:
     """On a few held-out rows the planted probabilities may do worse than the base rate."""
     assert task_text({"ne": 0.9, "bayes_ne": 0.8}, {}) == "NE 0.9000 (Bayes 0.8000: 50% of the explainable gain)"
-    assert task_text({"ne": 1.1, "bayes_ne": 1.0}, {}) == "NE 1.1000 (Bayes 1.0000)"
+    assert task_text({"ne": 1.1, "bayes_ne": 1.0}, {}) == "NE 1.1000 (Bayes 1.0000; worse than always predicting the base rate)"
+    assert task_text({"ne": 1.1, "bayes_ne": 0.8}, {}) == "NE 1.1000 (Bayes 0.8000; worse than always predicting the base rate)"
     assert task_text({"ne": 1.1}, {}) == "NE 1.1000 (worse than always predicting the base rate)"

@@ -223,3 +223,12 @@ def test_numbers_written_as_text_are_told(tmp_path):
     assert "# price: about 40 values in 40 rows, 0 missing; numbers as text, such as '1,000.50': as ids they have no order" in text
     assert "such as '0,5 %'" in text
     assert text.count("numbers as text") == 2
+
+
+def test_ids_that_will_grow_are_told(tmp_path):
+    """A table has a row for each number up to the largest seen; the next user is beyond it."""
+    columns = {"user_id": [i % 9 for i in range(40)], "slot": [i % 3 for i in range(40)], "click": [0, 1] * 20}
+    _, text = proposed_of(tmp_path, columns)
+    assert "# user_id: a larger id than any here will be refused; where new ones come, set hash = true." in text
+    _, text = proposed_of(tmp_path, {**columns, "user_id": [f"u{i % 9}" for i in range(40)]})
+    assert "a larger id" not in text

@@ -214,3 +214,18 @@ def test_the_command(tmp_path):
     assert "1 kind of violation in train" in str(result.exception)
     (tmp_path / "other.toml").write_text('[data]\nsource = "synthetic"\n')
     assert isinstance(gemrec(tmp_path / "other.toml").exception, ConfigError)
+
+
+def test_hashes_have_no_least_and_greatest(tmp_path):
+    """Those of text say nothing; how many there are does."""
+    features = Features.model_validate(
+        {"sparse": {"city": {"rows": 64, "hash": True}, "slot": {"rows": 9}}, "labels": {"ctr": {"column": "click"}}}
+    )
+    pq.write_table(pa.table({"city": ["a", "b", "c"], "slot": [2, 5, 5], "click": [0, 1, 0]}), tmp_path / "a.parquet")
+    lines = {
+        line.split()[0]: line.split()
+        for line in text(validate(ParquetConfig(root=str(tmp_path), train=["a.parquet"]), features, "train")).splitlines()
+        if line.startswith("sparse")
+    }
+    assert lines["sparse.city"][3:] == ["-", "-", "3"]
+    assert lines["sparse.slot"][3:] == ["2", "5", "2"]

@@ -91,7 +91,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A data source: ``build(config, features, *, split, batch_size, shard=(rank, world), seed) -> gem_core.sources.Source``.
+    """A data source: ``build(config, features, *, split, batch_size, shard=(rank, world), seed, drop_last) -> gem_core.sources.Source``.
 
     ``features(config) -> Features``, where given, declares the features of a source that knows its own (used when ``[features]`` is empty).
     ``free``: options that may be others when a run is resumed: what they change, the source's stored position does not depend on, or it
@@ -194,6 +194,22 @@ class CallbackSpec:
     name: str
     config_type: type
     build: Callable[..., Any]
+
+
+CALLS: dict[str, dict[str, str]] = {
+    "kernel": {"supports": "problem", "backward": "problem, saved, dout, needs"},
+    "model": {"build": "config, features"},
+    "source": {"build": "config, features, *, split, batch_size, shard, seed, drop_last"},
+    "recipe": {"apply": "module, config, context"},
+    "codec": {"encode": "shard", "decode": "payload, scales, dtype"},
+    "dense_strategy": {"build": "model, mesh, config"},
+    "sparse_strategy": {"build": "tables, mesh, config"},
+    "collective": {"supports": "topology", "build": "group, options"},
+    "ladder": {"rows": "config, devices"},
+    "metric": {"build": "config"},
+    "callback": {"build": "config"},
+}
+"""Kind of offer -> function of its spec -> what it is called with: by place before the star, by name behind it."""
 
 
 @runtime_checkable

@@ -362,7 +362,7 @@ def _hookimpls(obj: Any) -> dict[str, Any]:
         marked = [n for n in dir(obj) if hasattr(getattr(obj, n, None), f"{hookspecs.GROUP}_impl")]
         unknown = [n for n in marked if n not in known]
         if not unknown:
-            raise _Fault(" ".join(str(fault).split())) from fault
+            raise _foreign_arguments(obj, marked) or _Fault(" ".join(str(fault).split())) from fault
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"hooks are: {', '.join(sorted(known))}"
         raise _Fault(f"it implements the unknown hook {unknown[0]!r}", hint) from fault
@@ -370,6 +370,39 @@ def _hookimpls(obj: Any) -> dict[str, Any]:
     if unmarked:
         raise _Fault(f"its {unmarked[0]}() is not marked as a hook", "put @gem_core.hookimpl above it")
     return {caller.name: caller.get_hookimpls()[0] for caller in callers}
+
+
+def _foreign_arguments(obj: Any, hooks: Iterable[str]) -> _Fault | None:
+    """The fault of a hook that asks for arguments which its specification does not give."""
+    for name in hooks:
+        given = [word for word in inspect.signature(getattr(hookspecs.GemHooks, name)).parameters if word != "self"]
+        asked = [word for word in inspect.signature(getattr(obj, name)).parameters if word not in given]
+        if asked:
+            return _Fault(
+                f"its {name}() asks for {', '.join(asked)}, which this hook is not given",
+                f"write it as def {name}({', '.join(['self', *given])})",
+            )
+    return None
+
+
+def _check_calls(kind: str, spec: Any) -> None:
+    """The functions of a spec take what they will be called with, as far as their signatures tell."""
+    for function, words in hookspecs.CALLS[kind].items():
+        call, of = getattr(spec, function), f"{function} of its {kind.replace('_', ' ')} {offer_name(spec)!r}"
+        if call is None and function == "backward":
+            continue
+        if not callable(call):
+            raise _Fault(f"{of} is {call!r}, not a function")
+        by_place, _, by_name = words.partition("*, ")
+        try:
+            signature = inspect.signature(call)
+        except (TypeError, ValueError):  # a function of C
+            continue
+        try:
+            signature.bind(*(word for word in by_place.split(", ") if word), **{word: word for word in by_name.split(", ") if word})
+        except TypeError as error:
+            fix = f"let it take ({words}); {type(spec).__name__} in gem_core.hookspecs says what these are"
+            raise _Fault(f"{of} cannot be called with ({words}): {error}", fix) from None
 
 
 def _invoke(plugin: _Plugin, hook: str, **arguments: Any) -> Any:
@@ -392,6 +425,7 @@ def _collect(plugin: _Plugin, kind: str) -> None:
         config_type = getattr(spec, "config_type", None)
         if config_type is not None and not (inspect.isclass(config_type) and hasattr(config_type, "model_validate")):
             raise _Fault(f"config_type of its {kind} {spec.name!r} is not a gem_core.config.FrozenConfig")
+        _check_calls(kind, spec)
         if offer_name(spec) in names:
             raise _Fault(f"it offers two {kind.replace('_', ' ')}s called {offer_name(spec)!r}")
         names.add(offer_name(spec))

@@ -49,6 +49,7 @@ _NOISE = re.compile(
 _ID = re.compile(
     r"(^|_)(id|ids|code|type|category|cat|cate|brand|zip|gender|os|device|country|city|region|hour|day|weekday|position|slot)s?$"
 )
+_GROWS = re.compile(r"(^|_)ids?$")
 _AMOUNT = re.compile(r"(^|_)(price|cost|bid|amount|count|cnt|duration|dwell|budget|revenue|spend|balance)(_|s?$)")
 _LONG_TEXT = 20
 _HASHES = 2**53
@@ -81,6 +82,7 @@ def propose(path: Path, *, label: str | None = None, sample_rows: int = 100_000)
         f"# Proposed by 'gemrec data inspect': {len(files)} file(s), {sum(sum(f.rows) for f in files):,} rows. Read it before you train.",
         "# A column that is known only after the impression (a purchase, a time of watching) must be a label or go: as a feature it leaks.",
         *(_comment(f"left out: {name}: {why}") for name, why in proposal.left_out.items()),
+        *proposal.growing(),
         "",
     ]
     evaluation = {"eval": {"group": proposal.group}} if proposal.group else {}
@@ -136,6 +138,18 @@ class _Proposal:
         for comment, part in [*scalars, *bags, *histories]:
             self.sections.append((comment, part))
         self.sections += self.label_sections
+
+    def growing(self) -> list[str]:
+        """A line about ids that tomorrow's log may exceed: their tables have a row for each number up to the largest seen."""
+        names = [
+            name for name, spec in self._specs() if "hash" not in spec and self.columns[name].kind == "int" and _GROWS.search(_words(name))
+        ]
+        if not names:
+            return []
+        return [_comment(f"{', '.join(names)}: a larger id than any here will be refused; where new ones come, set hash = true.")]
+
+    def _specs(self) -> list[tuple[str, dict[str, Any]]]:
+        return [pair for _, part in self.sections for pair in part.get("sparse", {}).items()]
 
     def table(self) -> dict[str, Any]:
         merged: dict[str, Any] = dict(self.top)

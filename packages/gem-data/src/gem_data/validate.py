@@ -56,11 +56,13 @@ class Column:
     def distinct(self) -> int | None:
         return None if self.seen is None else int(self.seen.size)
 
-    def add(self, values: NDArray[Any], rows: int, missing: int) -> None:
+    def add(self, values: NDArray[Any], rows: int, missing: int, *, ordered: bool = True) -> None:
+        """``ordered``: the values have a least and a greatest one; hashes have none that says anything."""
         self.rows, self.missing = self.rows + rows, self.missing + missing
         if not values.size:
             return
-        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+        if ordered:
+            self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
         if self.seen is not None and values.dtype.kind in "iu":
             self.seen = np.union1d(self.seen, hash_integers(values, 0))
             self.seen = self.seen if self.seen.size <= DISTINCT_LIMIT else None
@@ -175,6 +177,7 @@ class _Validator:
         array = chunk.lists(name).values if chunk.is_list(name) else chunk.scalar(name)
         kind = array.type
         values: NDArray[Any]
+        ordered = True
         if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
             values, missing = arrow.keys(array)
             values = values.view(np.uint64) if kind == pa.uint64() else values
@@ -182,9 +185,10 @@ class _Validator:
             values, missing = arrow.floats(array)
         else:
             hashed, missing = arrow.hashes(array, 0)
-            values = hashed.view(np.int64)
+            values, ordered = hashed.view(np.int64), False
         values = values if missing is None else values[~missing]
-        self.columns.setdefault(feature, Column(feature)).add(values, len(array), 0 if missing is None else int(missing.sum()))
+        nulls = 0 if missing is None else int(missing.sum())
+        self.columns.setdefault(feature, Column(feature)).add(values, len(array), nulls, ordered=ordered)
 
     def _history(self, chunk: Chunk, name: str, bag: Bag, times: NDArray[np.int64] | None) -> None:
         spec = self.features.sequences[name]

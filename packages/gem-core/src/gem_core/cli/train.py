@@ -89,13 +89,13 @@ def task_text(metrics: Mapping[str, float | None], undefined: Mapping[str, str])
     ne, bayes = metrics.get("ne"), metrics.get("bayes_ne")
     parts = []
     if ne is not None:
-        text = f"NE {ne:.4f}"
-        if bayes is not None:
-            share = f": {(1 - ne) / (1 - bayes):.0%} of the explainable gain" if bayes < 1 else ""
-            text += f" (Bayes {bayes:.4f}{share})"
-        elif ne > 1:
-            text += " (worse than always predicting the base rate)"
-        parts.append(text)
+        told = (
+            []
+            if bayes is None
+            else [f"Bayes {bayes:.4f}" + (f": {(1 - ne) / (1 - bayes):.0%} of the explainable gain" if bayes < 1 >= ne else "")]
+        )
+        told += ["worse than always predicting the base rate"] if ne > 1 else []
+        parts.append(f"NE {ne:.4f}" + (f" ({'; '.join(told)})" if told else ""))
     parts += [f"{name} {value:.4f}" for name, value in metrics.items() if value is not None and name not in ("ne", "bayes_ne")]
     reasons: dict[str, list[str]] = {}
     for name, reason in undefined.items():

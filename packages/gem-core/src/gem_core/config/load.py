@@ -220,7 +220,9 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as fault:
         raise ConfigError("the configuration file is not UTF-8 text", where=f"{path}, byte {fault.start}", fix="save it as UTF-8") from None
     except OSError as fault:
-        raise ConfigError(f"the configuration file cannot be read: {fault.strerror}", where=str(path), fix="name a TOML file") from None
+        inside = path / "config.toml"
+        fix = f"name the file: {inside}" if inside.is_file() else "name a TOML file"
+        raise ConfigError(f"the configuration file cannot be read: {fault.strerror}", where=str(path), fix=fix) from None
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

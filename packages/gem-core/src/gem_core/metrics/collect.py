@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from gem_core.batch import Batch
-from gem_core.errors import DataError
-from gem_core.metrics.contract import Metric, Predictions, Value
+from gem_core.errors import DataError, PluginError
+from gem_core.metrics.contract import Better, Metric, Predictions, Value
 from gem_core.sources.contract import TRUE_PROBABILITY
 
 ALWAYS = ("bayes_ne",)
@@ -36,7 +37,7 @@ class MetricSet:
     """
 
     def __init__(self, tasks: Iterable[str], build: Mapping[str, Callable[[], Metric]], group: str | None = None) -> None:
-        self.metrics: dict[str, dict[str, Metric]] = {task: {name: b() for name, b in build.items()} for task in tasks}
+        self.metrics: dict[str, dict[str, Metric]] = {task: {name: fresh(name, b) for name, b in build.items()} for task in tasks}
         self.group = group
         self.samples = 0
         self._broken = torch.zeros(len(self.metrics), dtype=torch.int64)
@@ -84,8 +85,9 @@ class MetricSet:
                 None if group is None else group[keep],
                 None if truth is None else truth[keep].double(),
             )
-            for metric in self.metrics[task].values():
-                metric.update(rows)
+            for name, metric in self.metrics[task].items():
+                with _named(name):
+                    metric.update(rows)
 
     def merge(self, gather: Gather) -> None:
         """Add the states of all other ranks; every rank must call it."""
@@ -93,18 +95,62 @@ class MetricSet:
         for broken in gather(self._broken.unsqueeze(0)):
             self._broken += broken[0]
         for metrics in self.metrics.values():
-            for metric in metrics.values():
-                others = {key: gather(tensor) for key, tensor in metric.state().items()}
-                for k in range(len(next(iter(others.values()), []))):
-                    metric.merge({key: tensors[k] for key, tensors in others.items()})
+            for name, metric in metrics.items():
+                with _named(name):
+                    others = {key: gather(tensor) for key, tensor in metric.state().items()}
+                    for k in range(len(next(iter(others.values()), []))):
+                        metric.merge({key: tensors[k] for key, tensors in others.items()})
 
     def compute(self) -> dict[str, dict[str, Value]]:
         """``{task: {metric: value}}``."""
         results = {}
         for (task, metrics), broken in zip(self.metrics.items(), self._broken.tolist()):
             reason = f"{broken} of the predictions are not finite"
-            results[task] = {name: Value(None, reason, broken=True) if broken else metric.compute() for name, metric in metrics.items()}
+            results[task] = {name: Value(None, reason, broken=True) if broken else _value(name, metric) for name, metric in metrics.items()}
         return results
+
+
+def fresh(name: str, build: Callable[[], Metric]) -> Metric:
+    """A new metric.
+
+    :raises PluginError: what ``build`` gives lacks something of `Metric`.
+    """
+    with _named(name):
+        metric = build()
+    lacking = [member for member in ("better", "update", "state", "merge", "compute") if not hasattr(metric, member)]
+    if lacking:
+        raise _wrong(name, f"lacks {', '.join(lacking)}")
+    if metric.better not in get_args(Better):
+        raise _wrong(name, f"says better = {metric.better!r}, which is none of {', '.join(map(repr, get_args(Better)))}")
+    return metric
+
+
+def _value(name: str, metric: Metric) -> Value:
+    with _named(name):
+        value = metric.compute()
+    if not isinstance(value, Value):
+        raise _wrong(name, f"computes a {type(value).__name__}, not a gem_core.metrics.Value")
+    if value.value is not None and not isinstance(value.value, int | float):
+        raise _wrong(name, f"computes a Value of a {type(value.value).__name__}, not of a float or None")
+    return value
+
+
+def _wrong(name: str, what: str) -> PluginError:
+    return PluginError(
+        f"the metric {name!r} {what}",
+        where="eval.metrics",
+        fix="mend the plug-in that offers it (`gemrec plugins` tells which): gem_core.metrics.contract.Metric says what a metric has",
+    )
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Tell whose fault it is: the traceback of a plug-in's own mistake ends in its own line, and that is what its author needs."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while the metric {name!r} of eval.metrics was computed")
+        raise
 
 
 def group_key(batch: Batch, name: str, where: str = "eval.group") -> Tensor:

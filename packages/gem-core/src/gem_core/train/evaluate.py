@@ -14,7 +14,7 @@ from torch import nn
 from gem_core.config.features import Features
 from gem_core.config.schema import Eval
 from gem_core.errors import ConfigError
-from gem_core.metrics.collect import ALWAYS, Collector, MetricSet
+from gem_core.metrics.collect import ALWAYS, Collector, MetricSet, fresh
 from gem_core.metrics.contract import Metric
 from gem_core.metrics.retrieval import names
 from gem_core.model.contract import Retrieval
@@ -120,14 +120,16 @@ class Best:
         default = f"ndcg@{10 if 10 in ranks.k else ranks.k[0]}" if retrieval else "ne"
         task, _, metric = (config.monitor or default).rpartition(".")
         task = task or tasks[0]
-        better = dict.fromkeys(names(ranks.k), "higher") if retrieval else {n: b().better for n, b in metric_builders(config).items()}
-        if task not in tasks or metric not in better:
+        known = (
+            dict.fromkeys(names(ranks.k), "higher") if retrieval else {n: fresh(n, b).better for n, b in metric_builders(config).items()}
+        )
+        if task not in tasks or metric not in known:
             raise ConfigError(
                 f"monitor = {config.monitor or default!r} is not evaluated",
                 where="eval.monitor",
-                fix=f"tasks: {', '.join(tasks)}; metrics: {', '.join(better)} (more in eval.{'ranking.k' if retrieval else 'metrics'})",
+                fix=f"tasks: {', '.join(tasks)}; metrics: {', '.join(known)} (more in eval.{'ranking.k' if retrieval else 'metrics'})",
             )
-        return cls(task, metric, better[metric])
+        return cls(task, metric, known[metric])
 
     def says_nothing(self, results: Results) -> str | None:
         """Why these results say nothing of the model: the value is undefined for the samples' sake (labels of one class, say)."""

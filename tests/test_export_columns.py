@@ -156,11 +156,11 @@ def rows(seed: int = 3) -> list[dict]:
                 "query": words[int(rng.integers(0, 4))] + str(int(rng.integers(0, 20))),
                 "number": int(rng.integers(-50, 50)),
                 "word": words[int(rng.integers(0, 4))] if i % 7 else "unheard of",
-                "words": [words[j] for j in rng.integers(0, 4, k)],
-                "words_weight": rng.uniform(0, 2, k).astype(np.float32).tolist(),
+                "words": [words[j] for j in rng.integers(0, 4, k)] if i % 17 else None,
+                "words_weight": rng.uniform(0, 2, k).astype(np.float32).tolist() if i % 17 else None,
                 "seen_at": (now - rng.integers(0, 5000, n)).tolist(),
                 "seen_item": rng.integers(0, 60, n).tolist(),
-                "seen_tags": [[f"t{t}" for t in rng.integers(0, 9, int(rng.integers(0, 3)))] for _ in range(n)],
+                "seen_tags": [[f"t{t}" for t in rng.integers(0, 9, int(rng.integers(0, 3)))] if j % 5 else None for j in range(n)],
                 "seen_amount": rng.normal(size=n).astype(np.float32).tolist(),
                 "read_word": [words[j] for j in rng.integers(0, 4, m)],
                 "click": int(rng.integers(0, 2)),
@@ -200,6 +200,29 @@ def test_columns_become_the_same_predictions(trained: Path, serve):
     live = torch.from_numpy(pq.read_table(trained / "live.parquet")["click_probability"].to_numpy().copy())
     assert float((got - live).abs().max()) < 1e-5
     assert float(live.std()) > 1e-4
+
+
+def test_a_missing_list_is_an_empty_one_and_a_missing_value_is_not(trained: Path, serve):
+    """What a column holds is in the manifest: a request does not tell."""
+    package, row = serve.Package(trained / "package"), rows()[1]
+    ids = package.manifest["features"]["ids"]
+    assert {path for path, way in ids.items() if way["lists"]} == {"sparse.words", "sequences.seen.fields.tags"}
+    assert {way["lists"] for way in ids.values()} == {True, False}
+
+    def click(**changed):
+        return package.predict([{**row, **changed}])[0]["click"]
+
+    empty = {"words": [], "words_weight": []}
+    assert click(words=None, words_weight=None) == click(**empty)
+    assert click(word=None) == click(word="unheard of") != click()
+    times = len(row["seen_at"])
+    assert click(seen_tags=[None] * times) == click(seen_tags=[[]] * times) != click()
+    for wrong in ({"word": ["a"]}, {"item": [3]}, {"words": "a", "words_weight": 1.0}):
+        with pytest.raises(serve.Refused, match=r"where training read (single values|lists)"):
+            click(**wrong)
+    for column, value, said in (("seen_tags", "t1", "'t1' is no list"), ("seen_item", [3], r"\[3\] is of a type")):
+        with pytest.raises(serve.Refused, match=said):
+            click(**{column: [value] * times})
 
 
 def test_numbers_are_scaled_as_in_training(serve):

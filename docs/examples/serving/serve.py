@@ -147,18 +147,23 @@ class Package:
         if spec["kind"] == "vector":
             found = [_vector(event, column, i["shape"][0]) for event in events]
             return torch.tensor(found, dtype=torch.float32).reshape(len(events), *i["shape"])
-        if any(isinstance(event[column], list) for event in events):
+        lists = self.features["ids"][i["name"]].get("lists")
+        if lists or (lists is None and any(isinstance(event[column], list) for event in events)):
             return self._bags(i["name"], [(_list(event, column), None) for event in events], i["table"], i["pooling"])
         return F.embedding(self._ids(i["name"], [event[column] for event in events]), self.tables[i["table"]])
 
     def _bag(self, row: Row, name: str) -> tuple[list[Any], list[float] | None]:
-        """The values of a sparse feature and their weights."""
-        spec = self.features["sparse"][name]
+        """The values of a sparse feature and their weights. In a column of lists a missing one is an empty one."""
+        spec, lists = self.features["sparse"][name], self.features["ids"][f"sparse.{name}"].get("lists")
         if spec["cross"]:
             return [tuple(row.get(c) for c in spec["cross"])], None
         values = row.get(spec["column"] or name)
         weights = row.get(spec["weights"]) if spec["weights"] else None
+        if lists and values is None:
+            values = []
         single = not isinstance(values, list)
+        if lists is not None and lists == single:
+            raise Refused(f"{name}: {values!r}, where training read {'lists' if lists else 'single values'}")
         values, weights = ([values], [weights]) if single else (values, weights or [])
         last = slice(-spec["max_length"] if spec["max_length"] else None, None)
         if not spec["weights"]:

@@ -127,6 +127,7 @@ def test_the_manifest_says_what_made_it(trained: Path, tmp_path: Path):
     assert told[10]["ctr"]["calibration"] > 0
     assert found["features"]["ids"]["sparse.item"] == {
         "way": "id", "table": "item", "rows": 768, "salt": None, "edges": None, "default": None, "policy": "error", "holds": None,
+        "lists": None,
     }  # fmt: skip
     assert str(tmp_path) not in (tmp_path / "package" / "manifest.json").read_text()
 

@@ -43,6 +43,8 @@ class Decoder:
 
     def __init__(self, features: Features, hashed: Mapping[str, list[str]] | None = None, *, check_units: bool = True) -> None:
         self.features, self._check_units = features, check_units
+        self.lists: dict[str, bool] = {}
+        """Path of an id feature -> whether its column holds a list for each sample or event; of what was decoded so far."""
         self._ways: dict[str, Way] = {}
         fitted = load_fitted(features)
         for path, ids in features.id_features().items():
@@ -154,11 +156,12 @@ class Decoder:
     def _sparse(self, chunk: Chunk, name: str, fixed: dict[str, Array], bags: dict[str, Bag]) -> None:
         spec, path = self.features.sparse[name], f"sparse.{name}"
         column, way = _column(spec, name), self._ways[path]
+        self.lists[path] = spec.cross is None and chunk.is_list(column)
         if spec.cross is not None:
             sites = [Site(chunk, own, path) for own in spec.cross]
             fixed[path] = values.crossed(sites, [chunk.scalar(own) for own in spec.cross], spec, way)
             return
-        if not chunk.is_list(column):
+        if not self.lists[path]:
             fixed[path] = values.ids(Site(chunk, column, path), chunk.scalar(column), spec, way)
             if spec.weights is not None:
                 fixed[f"{path}.weights"] = self._weights(chunk, spec.weights)
@@ -211,7 +214,8 @@ class Decoder:
                 bag[key] = values.vectors(site, items, field.dim)
             else:
                 way = self._ways[site.feature]
-                if arrow.is_list(items.type):
+                self.lists[site.feature] = arrow.is_list(items.type)
+                if self.lists[site.feature]:
                     inner = arrow.lists(items)
                     nested = Site(chunk, column, site.feature, (newest, inner.offsets))
                     bag[key] = Bag(inner.offsets, {"ids": values.ids(nested, inner.values, field, way)})

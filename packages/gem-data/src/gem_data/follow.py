@@ -60,6 +60,7 @@ class Following:
         self._reading: Any = None
         self.late = 0
         self.hashed: dict[str, list[str]] = {}
+        self.lists: dict[str, bool] = {}
         self._read = 0
         self._known: set[str] | None = None
         self._blocked: list[str] = []
@@ -99,6 +100,7 @@ class Following:
         where = self.config.model_copy(update={"train": (f"{self.folder}/{name}",)})
         seed = mix64(key_of(self._seed) ^ salt_of(name)) >> 1
         source = build_parquet(where, self.features, split="train", seed=seed, **self._how)
+        self.lists |= source.lists
         for path, kinds in source.hashed.items():
             if self.hashed.setdefault(path, kinds) != kinds:
                 raise DataError(

@@ -112,6 +112,11 @@ class ParquetSource(IterableDataset[Batch]):
         return self._rows.decoder.hashed
 
     @property
+    def lists(self) -> dict[str, bool]:
+        """Which columns of ids hold lists; see `gem_core.sources.contract.Source`."""
+        return self._rows.decoder.lists
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """All row groups with rows that pass the filters, in the order of the files."""
         return self._epochs.units

@@ -33,7 +33,7 @@ from gem_core.sources.fitted import Fitted, load_fitted
 from gem_core.sources.hashing import salt_of
 from gem_core.train.build import task_names
 from gem_core.train.checkpoint import Checkpoint, check_fit
-from gem_core.train.offline import hashed_in, run_config
+from gem_core.train.offline import hashed_in, lists_in, run_config
 from gem_core.train.runfolder import RunFolder, environment, read_lines
 from gem_core.train.runtime import Runtime
 from gem_core.train.state import opened
@@ -97,7 +97,7 @@ def export_run(
         fitted = load_fitted(config.features)
         if fitted.vocabularies:
             (folder / "vocabularies.json").write_text(json.dumps(fitted.vocabularies, ensure_ascii=False), encoding="utf-8")
-        told = manifest(config, model, features, inputs, fitted, checkpoint, where, files, hashed_in(RunFolder(run)))
+        told = manifest(config, model, features, inputs, fitted, checkpoint, where, files, RunFolder(run))
         told["evaluation"] = _evaluation(RunFolder(run), checkpoint.step)
         (folder / "manifest.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         if out.exists():
@@ -122,7 +122,7 @@ def manifest(
     checkpoint: Checkpoint,
     device: torch.device,
     files: Mapping[str, str],
-    hashed: Mapping[str, list[str]],
+    run: RunFolder,
 ) -> dict[str, Any]:
     """The content of manifest.json.
 
@@ -130,12 +130,14 @@ def manifest(
     the run's ``[features]`` that the program reads, and in ``ids`` how values become rows of tables: ``way`` is "hash" (``salt``), "cross"
     (two columns, ``salt``), "vocabulary", "edges" (``edges``) or "id" (the value itself), into ``rows`` rows, with ``default`` and
     ``policy`` for what is missing or unknown; ``holds``: for hashes "integers" or "text" (for a cross of each column), what training read,
-    if it is known. The hash is that of `gem_core.sources.hashing`.
+    if it is known; ``lists``: whether the column held a list for each sample or event, whose missing ones are empty, or null where that is
+    not known. The hash is that of `gem_core.sources.hashing`.
     """
     retrieval = isinstance(model, Retrieval)
     read = {i.feature for i in inputs if i.feature is not None} | {"dense"}
     known = {path: ids for path, ids in features.id_features().items() if path in read}
     histories = {i.history for i in inputs if i.history is not None}
+    hashed, lists = hashed_in(run), lists_in(run)
     read_features = {
         "timestamp": features.timestamp if any(i.name == "timestamps" for i in inputs) or _gaps(features) else None,
         "timestamp_unit": features.timestamp_unit,
@@ -143,7 +145,9 @@ def manifest(
         "vectors": {n: s.model_dump(mode="json") for n, s in features.vectors.items() if f"vectors.{n}" in read},
         "sparse": {n: s.model_dump(mode="json") for n, s in features.sparse.items() if f"sparse.{n}" in read},
         "sequences": {n: s.model_dump(mode="json") for n, s in features.sequences.items() if n in histories},
-        "ids": {path: {**_way(path, ids, features, fitted), "holds": hashed.get(path)} for path, ids in known.items()},
+        "ids": {
+            path: {**_way(path, ids, features, fitted), "holds": hashed.get(path), "lists": lists.get(path)} for path, ids in known.items()
+        },
     }
     kind = "retrieval" if retrieval else "ranking"
     return {

@@ -23,7 +23,8 @@ class Source(Protocol):
     A source may have ``__len__``: the batches of an epoch, and ``left``: those that the next iteration gives, fewer than an epoch's after
     ``load_state_dict``. It may have ``hashed``: path of a feature below ``features`` -> "integers" or
     "text", what the column of its hashed ids holds (both columns of a cross), since the integer 7 and the text "7" become different ids:
-    the run keeps that, and evaluation, prediction and serving refuse the other. It may have ``following: int | None``, which the trainer
+    the run keeps that, and evaluation, prediction and serving refuse the other; and ``lists``: path of an id feature -> whether its column
+    holds a list for each sample or event, where a missing one is an empty one. It may have ``following: int | None``, which the trainer
     sets before an iteration begins: how many will come after it, None without end; the source may then read ahead into them, and
     ``close()`` ends that. What it reads ahead changes neither its state nor its batches. One that waits for data may have ``progress``
     and ``on_main``, which the trainer sets. ``progress()`` it calls once a second or so while it waits: the run's watchdog does not take it

@@ -195,6 +195,11 @@ def hashed_of(source: Source) -> dict[str, list[str]]:
     return dict(getattr(source, "hashed", {}))
 
 
+def tells(source: Source) -> dict[str, Any]:
+    """What the source tells of its columns, as run.json keeps it."""
+    return {"hashed": hashed_of(source), "lists": dict(getattr(source, "lists", {}))}
+
+
 def check_hashed(source: Source, trained: Mapping[str, list[str]]) -> None:
     """:raises DataError: a column of hashed ids holds numbers where training read text, or the other way round."""
     for path, kinds in hashed_of(source).items():

@@ -52,8 +52,17 @@ def run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
 
 def hashed_in(folder: RunFolder) -> dict[str, list[str]]:
     """What the run's columns of hashed ids held, as far as its source told."""
+    return _told_in(folder, "hashed")
+
+
+def lists_in(folder: RunFolder) -> dict[str, bool]:
+    """Whether the columns of the run's id features held lists, as far as its source told."""
+    return _told_in(folder, "lists")
+
+
+def _told_in(folder: RunFolder, what: str) -> dict[str, Any]:
     header = read_json(folder.header) if folder.header.is_file() else {}
-    return dict(header.get("hashed") or {}) if isinstance(header, dict) else {}
+    return dict(header.get(what) or {}) if isinstance(header, dict) else {}
 
 
 def evaluate_run(

@@ -21,7 +21,7 @@ from gem_core.ops import use_policy
 from gem_core.plugins import manager
 from gem_core.sources.contract import Source
 from gem_core.train import state
-from gem_core.train.build import agreed_total, build_parts, build_source, check_hashed, flops_of, hashed_of, task_names, total_steps
+from gem_core.train.build import agreed_total, build_parts, build_source, check_hashed, flops_of, hashed_of, task_names, tells, total_steps
 from gem_core.train.callbacks import tell
 from gem_core.train.continuous import Recency, warm_start
 from gem_core.train.contract import Callback, Results, RunInfo, RunResult
@@ -216,7 +216,7 @@ class Trainer:
         told = {
             "plan": plan,
             "fitted": self.fitted,
-            "hashed": hashed_of(self.feed.source),
+            **tells(self.feed.source),
             "mfu_peak": {"name": self.meter.peak.name, "flops_per_s": self.meter.peak.flops, "reason": self.meter.peak.reason},
             "resumed_from": self.info.step or None,
             "warm_start": self.warm,
@@ -312,7 +312,7 @@ class Trainer:
         if fed.flops is not None and fed.host.size:
             self.header["flops_per_sample"] = fed.flops / fed.host.size
         self.header["kernels"] = sorted(self.choices)
-        self.header["hashed"] = hashed_of(self.feed.source)
+        self.header |= tells(self.feed.source)
         if self.warm is not None:
             check_hashed(self.feed.source, hashed_in(RunFolder(Path(self.warm["run"]))))
         if self.runtime.main:

@@ -6,6 +6,7 @@ import tomllib
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
@@ -311,3 +312,35 @@ def test_times_that_are_none_are_refused(tmp_path):
         (tmp_path / "out").rmdir()
     with pytest.raises(DataError, match=r"(?s)inf is no time.*column 'at', row 1"):
         clicks(tmp_path, [1.5, "inf", 2.5])
+
+
+@pytest.mark.parametrize("zone", ["", "Z"])
+def test_times_that_are_text_are_read(tmp_path, zone):
+    text = [f"2025-10-09T08:{i:02}:00{zone}" for i in range(40)]
+    columns = {"user": [i % 3 for i in range(40)], "at": text, "item": [*range(40)]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    import_log([tmp_path / "a.parquet"], tmp_path / "out", user="user", time="at", events=["item"])
+    found = pq.read_table(tmp_path / "out" / "log.parquet")
+    assert found["at"].type == pa.timestamp("us", "UTC" if zone else None)
+    assert found["history_item"].to_pylist() == [[*range(i % 3, i, 3)] for i in range(40)]
+    pq.write_table(pa.table({**columns, "at": ["8 o'clock", *text[1:]]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="the times are of type string"):
+        import_log([tmp_path / "a.parquet"], tmp_path / "other", user="user", time="at", events=["item"])
+
+
+def test_some_rows_are_written_with_histories_of_all(tmp_path):
+    """Today's rows without a label, to be predicted."""
+    pq.write_table(log(), tmp_path / "log.parquet")
+    options = {"user": "user", "time": "ts", "events": ["item"], "where": "clicked == 1"}
+    import_log([tmp_path / "log.parquet"], tmp_path / "all", **options)
+    everything = pq.read_table(tmp_path / "all" / "log.parquet")
+    written, events = import_log([tmp_path / "log.parquet"], tmp_path / "some", **options, rows="ts >= '2025-10-09T08:53:50'")
+    late = everything.filter(pc.greater_equal(everything["ts"].cast(pa.int64()), 1_760_000_030_000))
+    found = pq.read_table(tmp_path / "some" / "log.parquet")
+    assert found.equals(late)
+    assert 0 < written == late.num_rows < 400
+    assert events == pc.sum(pc.list_value_length(late["history_item"])).as_py()
+    with pytest.raises(DataError, match="no row matches 'row > 400', so that none would be written"):
+        import_log([tmp_path / "log.parquet"], tmp_path / "none", **options, rows="row > 400")
+    with pytest.raises(DataError, match="histories need --user, --time, --event too"):
+        import_log([tmp_path / "log.parquet"], tmp_path / "none", rows="row > 4")

@@ -12,6 +12,7 @@ from gem_core.config.features import Features
 from gem_core.errors import DataError
 from gem_data import ParquetSource
 from gem_data.filters import Filter
+from gem_data.flat import import_log
 from gem_data.inspect import propose
 
 N = 1200
@@ -184,6 +185,17 @@ def test_fields_of_structs_are_columns(tmp_path):
     assert batch.validate() is batch
 
 
+def test_structs_as_events_are_what_the_sample_has(tmp_path):
+    device = [{"os": f"os-{i % 3}"} for i in range(40)]
+    pq.write_table(
+        pa.table({"user": [i % 4 for i in range(40)], "at": [*range(40)], "device": device, "click": [0, 1] * 20}), tmp_path / "a.parquet"
+    )
+    import_log([tmp_path / "a.parquet"], tmp_path / "out", user="user", time="at", events=["device"])
+    history = tomllib.loads(propose(tmp_path / "out"))["features"]["sequences"]["history"]
+    assert history["fields"]["device_os"]["column"] == "history_device.os"
+    assert history["target"] == {"device_os": "device.os"}
+
+
 def test_rows_without_a_label_are_left_out_by_a_filter_that_says_so(tmp_path):
     columns = {"ts": [1_760_000_000 + i for i in range(40)], "x": [*range(40)], "y": [0.0, None, 1.0, 0.0] * 10}
     with pytest.raises(DataError, match=r"(?s)'y' is called like one, but 10 of 40 rows miss it.*left out by a filter"):
@@ -232,3 +244,33 @@ def test_ids_that_will_grow_are_told(tmp_path):
     assert "# user_id: a larger id than any here will be refused; where new ones come, set hash = true." in text
     _, text = proposed_of(tmp_path, {**columns, "user_id": [f"u{i % 9}" for i in range(40)]})
     assert "a larger id" not in text
+
+
+def test_columns_called_like_what_is_proposed(tmp_path):
+    """A rate of clicks may be a feature, and a column may be called history: names of features, histories and tasks are apart."""
+    columns = {"ctr": [0.1 * (i % 7) for i in range(40)], "history": [i % 9 for i in range(40)], "clicked": [0, 1] * 20}
+    proposed, _ = proposed_of(tmp_path, {**columns, "hist_item": [[1, 2][: i % 3] for i in range(40)]})
+    features = proposed["features"]
+    assert (list(features["dense"]), list(features["sparse"])) == (["ctr"], ["history"])
+    assert (list(features["sequences"]), features["labels"]) == (["history2"], {"clicked": {}})
+
+
+def test_a_history_belongs_to_the_column_that_it_was_made_of(tmp_path):
+    """Not to another one whose name says the same."""
+    columns = {"user": [i % 4 for i in range(40)], "at": [*range(40)], "item": [f"i{i % 9}" for i in range(40)], "click": [0, 1] * 20}
+    pq.write_table(pa.table({**columns, "item_id": [f"x{i % 5}" for i in range(40)]}), tmp_path / "a.parquet")
+    import_log([tmp_path / "a.parquet"], tmp_path / "out", user="user", time="at", events=["item", "item_id"])
+    history = tomllib.loads(propose(tmp_path / "out"))["features"]["sequences"]["history"]
+    asked = {field["column"]: history["target"][name] for name, field in history["fields"].items()}
+    assert asked == {"history_item": "item", "history_item_id": "item_id"}
+
+
+def test_ids_that_are_floats_are_told(tmp_path):
+    """As pandas writes a column of whole numbers in which one is missing."""
+    columns = {
+        "item_id": [float(i % 9) if i else None for i in range(40)],
+        "device": [i % 2 + 0.5 for i in range(40)],
+        "click": [0, 1] * 20,
+    }
+    _, text = proposed_of(tmp_path, columns)
+    assert text.count("whole numbers that are stored as floats: if they are ids, store them as integers") == 1

@@ -58,6 +58,10 @@ def import_log(
     where: Annotated[
         str | None, typer.Option(metavar="FILTER", help="Rows that later histories hold, as in 'clicked == 1'; otherwise all.")
     ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(metavar="FILTER", help="Rows to write, with histories of all, as in \"ts >= '2025-10-12'\"; otherwise all."),
+    ] = None,
     max_history: Annotated[int, typer.Option(min=1, help="Newest events kept of each history.")] = 512,
     text: Annotated[
         list[str] | None, typer.Option("--text", metavar="COLUMN", help="Column of a text file that is text, though it looks like numbers.")
@@ -73,8 +77,11 @@ def import_log(
     """
     from gem_data.flat import import_log
 
-    rows, events = import_log(paths, out, user=user, time=time, events=event or (), where=where, max_history=max_history, text=text or ())
-    print(f"{out / 'log.parquet'}: {rows:,} rows" + (f", histories of {events / max(1, rows):,.1f} events on average" if user else ""))
+    options: dict[str, Any] = {"where": where, "rows": rows, "max_history": max_history, "text": text or ()}
+    written, events = import_log(paths, out, user=user, time=time, events=event or (), **options)
+    print(
+        f"{out / 'log.parquet'}: {written:,} rows" + (f", histories of {events / max(1, written):,.1f} events on average" if user else "")
+    )
     print(f"next: gemrec data inspect {out} > my.toml")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import unquote
@@ -46,6 +47,7 @@ def import_log(
     time: str | None = None,
     events: Sequence[str] = (),
     where: str | None = None,
+    rows: str | None = None,
     max_history: int = 512,
     text: Sequence[str] = (),
 ) -> tuple[int, int]:
@@ -56,9 +58,10 @@ def import_log(
     :param time: timestamps, dates, or numbers since 1970; numbers with fractions are written as timestamps.
     :param events: columns of an event; ``history_NAME`` lists their values, ``history_TIME`` the times.
     :param where: row filter: which rows become events of later histories (all).
+    :param rows: row filter: which rows are written, their histories made of all (all).
     :param text: columns of text files that are text, whatever they look like (zip codes).
     :raises DataError: files that cannot be read or differ, a column that is not there, rows without user or time, times that are text or of
-        several units, a ``where`` that no row matches.
+        several units, a ``where`` or ``rows`` that no row matches.
     """
     check_free(out)
     parts = [part for path in paths for part in _read(path, text)]
@@ -75,8 +78,9 @@ def import_log(
         raise DataError("the log holds no row", where=_names(paths), fix="check what wrote it, and that these are the files you mean")
     if user is None or time is None or not events:
         missing = [option for option, given in (("--user", user), ("--time", time), ("--event", events)) if not given]
-        if len(missing) < 3 or where is not None:
-            raise DataError(f"histories need {', '.join(missing)} too", where=_names(paths), fix="give all three, or none and no --where")
+        if len(missing) < 3 or where is not None or rows is not None:
+            fix = "give all three, or none and neither --where nor --rows"
+            raise DataError(f"histories need {', '.join(missing)} too", where=_names(paths), fix=fix)
         return write_parquet(out / "log.parquet", table.schema, _groups(table)), 0
     clash = sorted({PREFIX + name for name in (*events, time)} & set(table.column_names))
     if clash:
@@ -101,8 +105,15 @@ def import_log(
     for name, values in made.items():
         schema = schema.append(pa.field(name, pa.list_(values.type)))
     schema = schema.with_metadata({**(schema.metadata or {}), USER: user.encode(), TIME: time.encode()})
-    rows = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
-    return rows, int((ends - begins).sum())
+    if rows is not None:
+        chosen = np.flatnonzero(_mask(table, rows, paths))
+        if not chosen.size:
+            raise DataError(
+                f"no row matches {rows!r}, so that none would be written", where=_names(paths), fix="mend --rows, or leave it out"
+            )
+        table, begins, ends = table.take(pa.array(chosen)), begins[chosen], ends[chosen]
+    written = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
+    return written, int((ends - begins).sum())
 
 
 def _check_columns(parts: Sequence[tuple[Path, pa.Table]]) -> None:
@@ -261,8 +272,13 @@ def _times(table: pa.Table, name: str, paths: Sequence[Path]) -> Ints:
 
 
 def _with_whole_times(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Table:
-    """Times that are written as 1760000000.25 become timestamps, and those as 1760000000.0 whole numbers."""
+    """Times that are written as 1760000000.25 or as ISO text become timestamps, and those as 1760000000.0 whole numbers."""
     column = _complete(table, name, paths)
+    at = table.column_names.index(name)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+            with suppress(pa.ArrowInvalid):
+                return table.set_column(at, name, column.cast(kind))
     if not pa.types.is_floating(column.type) and not pa.types.is_decimal(column.type):
         return table
     numbers = column.cast(pa.float64()).to_numpy()
@@ -275,7 +291,7 @@ def _with_whole_times(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.T
     else:
         scale = UNITS["us"] / UNITS[unit_of(numbers.max(initial=0))]
         times = pa.array(np.rint(numbers * scale).astype(np.int64)).cast(pa.timestamp("us"))
-    return table.set_column(table.column_names.index(name), name, times)
+    return table.set_column(at, name, times)
 
 
 def _check_units(times: Ints, name: str, paths: Sequence[Path]) -> None:

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Sequence as Items
 from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,7 @@ class _Proposal:
             self._label("cvr", self._take(second), {"mask": first}, f"mean {_mean(self.columns[second]):.4f}; counts where {first} is 1")
 
     def _label(self, task: str, column: Column, extra: dict[str, Any], seen: str) -> None:
+        task = column.name if task in self.columns else task  # a column of that name may be a feature
         spec: dict[str, Any] = {**({} if column.name == task else {"column": column.name}), **extra}
         self.label_sections.append((f"{column.name}: {seen}", {"labels": {task: spec}}))
 
@@ -284,7 +286,10 @@ class _Proposal:
             self.left_out[c.name] = "holds no finite number"
             return None
         if c.kind == "float" or (c.kind == "int" and not event and not _id_like(c)):
-            return f"{c.name}: {c.low:g} to {c.high:g}, {c.nulls:,} missing of {c.rows:,}", {"dense": {c.name: _dense(c)}}
+            seen = f"{c.name}: {c.low:g} to {c.high:g}, {c.nulls:,} missing of {c.rows:,}"
+            if c.kind == "float" and _ID.search(_words(c.name)) and _whole(c):
+                seen += "; whole numbers that are stored as floats: if they are ids, store them as integers"
+            return seen, {"dense": {c.name: _dense(c)}}
         if _numbers_rows(c) and not event:
             self.left_out[c.name] = "has another value in every row: nothing can be learned from it"
             return None
@@ -306,12 +311,15 @@ class _Proposal:
             ids = [c for c in group if c.kind in ("int", "text", "bool") and not self._is_time(c)]
             named = any(_HISTORY.search(_words(c.name)) for c in group)
             if ids and (named or len(group) > 1 or group[0].lengths.mean() > 20):
-                found.append(self._history(group, "history" if not found else f"history{len(found) + 1}"))
+                names = ("history" if i == 1 else f"history{i}" for i in count(len(found) + 1))
+                taken = {*self.columns, *(name for _, part in found for name in part["sequences"])}
+                found.append(self._history(group, next(name for name in names if name not in taken)))
         return found
 
     def _history(self, group: list[Column], name: str) -> tuple[str, dict[str, Any]]:
         spec: dict[str, Any] = {"fields": {}}
         notes = [f"{', '.join(c.name for c in group)}: {group[0].quantiles()}"]
+        singles = {_core(c.name) for c in self._free.values() if not c.depth}
         offsets = group[0].ends
         first = offsets[:-1][np.diff(offsets) > 0]
         for column in group:
@@ -339,7 +347,7 @@ class _Proposal:
                     field["default"] = 0
             else:
                 field |= _ids(column)
-            key = _core(column.child or column.name)
+            key = _core(column.name) if column.child is None or _core(column.name) in singles else _core(column.child)
             spec["fields"][column.name if key in spec["fields"] else key] = field
             zeros = column.kind == "int" and column.depth == 1 and first.size
             if zeros and bool((_values(column)[first] == 0).all()) and int((_values(column) == 0).sum()) == first.size:
@@ -365,13 +373,15 @@ class _Proposal:
 
     def _tables(self, scalars: Items[tuple[str, dict[str, Any]]], histories: Items[tuple[str, dict[str, Any]]]) -> None:
         """Event fields and sparse features of one kind of thing share a table, and the field's target is the feature."""
-        single = {_core(n): (n, spec) for _, part in scalars for n, spec in part.get("sparse", {}).items()}
+        named = {n: spec for _, part in scalars for n, spec in part.get("sparse", {}).items()}
+        single = {_core(n): (n, spec) for n, spec in named.items()}
         for _, part in histories:
             for group in part["sequences"].values():
                 for key, field in group["fields"].items():
-                    if key not in single or "rows" not in field or single[key][1].get("hash") != field.get("hash"):
+                    own = field["column"].removeprefix(PREFIX)  # as `gemrec data import` names the column's history
+                    name, spec = (own, named[own]) if own in named else single.get(key, ("", {}))
+                    if not name or "rows" not in field or "table" in spec or spec.get("hash") != field.get("hash"):
                         continue
-                    name, spec = single[key]
                     rows = max(spec.pop("rows", self._shared.get(key, 0)), field.pop("rows"))
                     self._shared[key] = max(rows, self._shared.get(key, 0))
                     spec["table"] = field["table"] = key
@@ -444,6 +454,12 @@ def _unlike(c: Column) -> str:
 def _spaced(c: Column) -> bool:
     """Words: identifiers (UUIDs, digests, URLs) have no spaces, however long they are."""
     return bool((pc.mean(pc.match_substring(c.sample.cast(pa.large_binary()), b" ").cast(pa.float64())).as_py() or 0) > 0.5)
+
+
+def _whole(c: Column) -> bool:
+    """Ids become floats where a program (pandas) has no integers with gaps."""
+    some = c.sample.cast(pa.float64()).drop_null()
+    return bool(pc.all(pc.equal(some, pc.floor(some))).as_py())
 
 
 def _written_numbers(c: Column) -> bool:
@@ -523,7 +539,8 @@ def _core(name: str) -> str:
     core, before = _words(name), ""
     while core != before:
         before, core = core, _NOISE.sub("", core)
-    return (core[:-1] if core.endswith("s") and len(core) > 3 else core) or name.lower()
+    several = core.endswith("s") and not core.endswith(("ss", "_os")) and len(core) > 3
+    return (core[:-1] if several else core) or name.lower()
 
 
 def _words(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import attention_reference, block, feedforward, jagged_ops, normed_attention, norms
+from gem_core.ops import attention_reference, block, feedforward, jagged_reference, normed_attention, norms
 from gem_core.ops.attention import RelativeBias, attention_flops, gdpa, jagged_attention
 from gem_core.ops.block import block_attention
 from gem_core.ops.contract import YES, OpContract, OpPrecision, Problem, Supported, no
@@ -77,7 +77,7 @@ __all__ = [
 
 def builtin_specs() -> list[KernelSpec]:
     """The reference implementation of every op."""
-    a, j = attention_reference, jagged_ops
+    a, j = attention_reference, jagged_reference
     offered: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
         "jagged_attention": (a.jagged_attention_forward, a.jagged_attention_backward),
         "gdpa": (a.gdpa_forward, a.gdpa_backward),

@@ -245,11 +245,12 @@ def _row_sums(o_rows, do_tile, lse_i, delta, i, lq, delta_scale, wide: gl.conste
 
 
 @gluon.jit
-def _read_rows(out, lse, row, i, own, lq, head, stride_on, stride_oh, D: gl.constexpr, wide: gl.constexpr):
-    """O and lse of 64 rows."""
+def _read_rows(out, lse, row, own, lq, head, stride_on, stride_oh, D: gl.constexpr, row_layout: gl.constexpr, wide: gl.constexpr):
+    """O and lse of 64 rows from ``own`` on, zeros outside the sample."""
     r = own + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
     c = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
     at = out + (row + r).to(gl.int64)[:, None] * stride_on + head.to(gl.int64) * stride_oh + c[None, :]
+    i = own + gl.arange(0, 64, layout=row_layout)
     return gl.load(at, (r < lq)[:, None], 0.0), gl.load(lse + i, i < lq, float("-inf"))
 
 
@@ -279,6 +280,8 @@ def _walking_consumer(
         first, last, _free0, _free1 = column_range(start, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
         at_row = head.to(gl.int64) * rows + row
         given = first
+        if SOFTMAX:
+            o_rows, lse_i = _read_rows(out, lse + at_row, row, start + WHO * 64, lq, head, stride_on, stride_oh, D, row_layout, wide)
         for part in range(parts):
             own = start + part * 128 + WHO * 64
             slot = tile % HELD
@@ -293,13 +296,11 @@ def _walking_consumer(
                 q_tile = q_slots.index(slot)
                 do_tile = do_slots.index(slot)
                 i = own + gl.arange(0, 64, layout=row_layout)
-                lse_i = 0.0
-                delta_i = 0.0
-                if SOFTMAX:
-                    o_rows, lse_i = _read_rows(out, lse + at_row, row, i, own, lq, head, stride_on, stride_oh, D, wide)
+                lse_x = 0.0
+                delta_x = 0.0
                 mbarrier.wait(q_full.index(slot), tile // HELD & 1)
                 if SOFTMAX:
-                    lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+                    lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
                 acc = gl.full([64, D], 0.0, gl.float32, o_layout)
                 step = pass_over(begin - given, step, k_full, k_empty, v_full, v_empty, STAGES, False)
                 if begin < end:
@@ -308,12 +309,15 @@ def _walking_consumer(
                     for x in range(begin, end):
                         s, dp, acc = _add_tile(
                             s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-                            step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id, x < keep,
+                            step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, x < keep,
                             SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, 0, False,
                         )  # fmt: skip
                         step += 1
                 step = pass_over(keep - end, step, k_full, k_empty, v_full, v_empty, STAGES, False)
                 given = keep
+                if SOFTMAX:
+                    # They are on their way while dQ is stored and the next tile is waited for.
+                    o_rows, lse_i = _read_rows(out, lse + at_row, row, own + 128, lq, head, stride_on, stride_oh, D, row_layout, wide)
                 q_tile.store((acc * ds_scale).to(dtype))
                 fence_async_shared()
             else:
@@ -340,14 +344,26 @@ def _consumer(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_slots.dtype
+    # With the first products ahead of the row sums, reading O earlier costs more than it gives.
+    READS_AHEAD: gl.constexpr = SOFTMAX and AHEAD < 2
     step = 0
     total = tiles * H
     row, lq, _k_row, lk, start = read_tile(table, item_at(0), total, H)
+    if READS_AHEAD:
+        # Without a tile nobody has written what was read.
+        there = gl.where(total > 0, lq, 0)
+        head = item_at(0) % H
+        at_row = head.to(gl.int64) * rows + row
+        o_rows, lse_i = _read_rows(out, lse + at_row, row, start + WHO * 64, there, head, stride_on, stride_oh, D, row_layout, wide)
     for n in range(items(total)):
         item = item_at(n)
         head = item % H
         lk = alive(lk)
         n_row, n_lq, _n_k_row, n_lk, n_start = read_tile(table, item_at(n + 1), total, H)
+        n_head = item_at(n + 1) % H
+        n_lse = lse
+        if READS_AHEAD:
+            n_lse = lse + n_head.to(gl.int64) * rows + n_row
         m1 = gl.minimum(start + 128, lq)
         first, last, _free0, _free1 = column_range(start, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
         own = start + WHO * 64
@@ -362,13 +378,13 @@ def _consumer(
             if act_ids is not None:
                 act_id = gl.load(act_ids + head)
             at_row = head.to(gl.int64) * rows + row
-            lse_i = 0.0
-            delta_i = 0.0
-            if SOFTMAX:
-                o_rows, lse_i = _read_rows(out, lse + at_row, row, i, own, lq, head, stride_on, stride_oh, D, wide)
+            lse_s = 0.0
+            delta_s = 0.0
+            if SOFTMAX and AHEAD == 2:
+                o_rows, lse_i = _read_rows(out, lse + at_row, row, own, lq, head, stride_on, stride_oh, D, row_layout, wide)
             mbarrier.wait(q_full.index(slot), n // HELD & 1)
-            if SOFTMAX and AHEAD < 2:
-                lse_i, delta_i = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
+            if READS_AHEAD:
+                lse_s, delta_s = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
             acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             if CAUSAL or WINDOW:
                 step = pass_over(begin - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
@@ -379,8 +395,8 @@ def _consumer(
                     s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
                 if AHEAD == 2:
                     dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
-                lse_x = lse_i
-                delta_x = delta_i
+                lse_x = lse_s
+                delta_x = delta_s
                 if SOFTMAX and AHEAD == 2:
                     lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
                 for x in range(begin, end - 1 if AHEAD else end):
@@ -403,11 +419,16 @@ def _consumer(
                     _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
             if CAUSAL or WINDOW:
                 step = pass_over(last - end, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
+            if READS_AHEAD:
+                # They are on their way while dQ is stored and the next tile is waited for.
+                o_rows, lse_i = _read_rows(out, n_lse, n_row, n_start + WHO * 64, n_lq, n_head, stride_on, stride_oh, D, row_layout, wide)
             q_tile.store((acc * ds_scale).to(dtype))
             fence_async_shared()
         else:
             # No row of this half belongs to the sample.
             mbarrier.wait(q_full.index(slot), n // HELD & 1)
+            if READS_AHEAD:
+                o_rows, lse_i = _read_rows(out, n_lse, n_row, n_start + WHO * 64, n_lq, n_head, stride_on, stride_oh, D, row_layout, wide)
             step = pass_over(last - first, step, k_full, k_empty, v_full, v_empty, STAGES, D > 128)
         mbarrier.arrive(done.index(slot), count=1)
         row, lq, lk, start = n_row, n_lq, n_lk, n_start

@@ -116,12 +116,9 @@ def wide(p: Plan) -> bool:
 
 
 def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
-    found = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2}, {"BLOCK_N": 64, "STAGES": 3, "HELD": 2, "AHEAD": 2}]
-    found.append({"BLOCK_N": 128, "STAGES": 2, "HELD": 1})
     if p.d > 128:
         return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 1, "AHEAD": a} for a in (0, 1)]
-    # 128 keys, an activation's slope and a mask do not fit the registers.
-    found = found if p.softmax or p.mask == "full" else found[:2]
+    found: list[Config] = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 2)]
     return [*found, {**_WALK, "BLOCK_N": 64, "AHEAD": 0}] if p.window else found
 
 

@@ -274,3 +274,17 @@ def test_ids_that_are_floats_are_told(tmp_path):
     }
     _, text = proposed_of(tmp_path, columns)
     assert text.count("whole numbers that are stored as floats: if they are ids, store them as integers") == 1
+
+
+def test_another_label_is_no_feature(tmp_path):
+    """It is known when the label is, and may be the same."""
+    label = [0, 1] * 20
+    columns = {"x": [*range(40)], "click": label, "target": label, "buy": [0, None, 1, 0] * 10, "y": [i % 3 for i in range(40)]}
+    proposed, text = proposed_of(tmp_path, columns)
+    assert proposed["features"]["labels"] == {"ctr": {"column": "click"}}
+    assert set(proposed["features"]["sparse"]) == {"x", "y"}
+    assert "# left out: target: called like a label too" in text
+    assert "--label buy takes it" in text
+    proposed, _ = proposed_of(tmp_path, columns, label="target")
+    assert proposed["features"]["labels"] == {"ctr": {"column": "target"}}
+    assert set(proposed["features"]["sparse"]) == {"x", "y"}

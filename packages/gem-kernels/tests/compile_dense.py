@@ -137,7 +137,8 @@ def _compile_pool_rows() -> None:
     problem = Problem("pool_rows", "cuda", 90, (("x", BF16),), (("C", 512), ("M", 128), ("G", 4)), options)
     with compile_only("sm_90") as done:
         y, saved = pool_rows.forward(problem, x, a, offsets)
-        pool_rows.backward(problem, (x, a, offsets, y, *saved), (torch.ones_like(y), None), (True, True))
+        read = _t(64, 4, 128).transpose(0, 1)
+        pool_rows.backward(problem, (x, a, offsets, y, *saved), (torch.ones_like(y), None, (read, read, _t(512))), (True, True))
     _tell("pool_rows", done)
 
 

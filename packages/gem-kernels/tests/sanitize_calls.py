@@ -267,8 +267,9 @@ def pooled_rows() -> bool:
     problem = Problem(
         pool_rows.OP, DEVICE, 90, (("x", torch.bfloat16),), (("C", 512), ("M", 128), ("G", 4)), (("eps", 1e-6), ("scale", 0.1))
     )
-    x, a = draw.normal(sum(lengths) + 9, 512).requires_grad_(), draw.normal(128, 512).requires_grad_()
-    gradients(pool_rows.Implementation(pool_rows_spec.specs()[0], problem)(x, a, draw.offsets(lengths)), [x, a])
+    shapes = (sum(lengths) + 9, 512), (128, 512), (4, 128, 512), (512,)
+    x, a, to_values, bias = leaves = [draw.normal(*shape).requires_grad_() for shape in shapes]
+    gradients(pool_rows.Implementation(pool_rows_spec.specs()[0], problem)(x, a, to_values, bias, draw.offsets(lengths)), leaves)
     return True
 
 

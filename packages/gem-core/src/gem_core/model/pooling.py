@@ -104,16 +104,13 @@ class SeedPooling(nn.Module):
         assert self.seeds is not None
         with torch.autocast(s.device.type, enabled=False):
             to_keys, to_values = linear.weight.to(dtype).view(2, h, d, -1).unbind()
+            bias = None if linear.bias is None else linear.bias.to(dtype)[h * d :]
             found = []
-            for queries in torch.bmm(self.seeds.to(dtype).transpose(0, 1), to_keys).split(heads):
-                y, s = run(s, queries.flatten(0, 1), rows.offsets)
-                found.append(y.flatten(1, 2))
-            whole = found[0] if len(found) == 1 else torch.cat(found)
-            read = torch.bmm(whole, to_values.transpose(1, 2)).view(h, rows.batch_size, n, d)
-            if linear.bias is not None:
-                there = (rows.offsets[1:] > rows.offsets[:-1]).to(dtype)
-                read = read + linear.bias.to(dtype)[h * d :].view(h, 1, 1, d) * there.view(-1, 1, 1)
-            return read.permute(1, 2, 0, 3).flatten(2), s
+            for first, queries in zip(range(0, h, heads), torch.bmm(self.seeds.to(dtype).transpose(0, 1), to_keys).split(heads)):
+                own = None if bias is None else bias[first * d : (first + heads) * d]
+                read, s = run(s, queries.flatten(0, 1), to_values[first : first + heads], own, rows.offsets)
+                found.append(read)
+            return found[0] if len(found) == 1 else torch.cat(found, 2), s
 
 
 class Pooling(nn.Module):

@@ -10,7 +10,9 @@ result.
 
 Implementations are `KernelSpec`s of the op "pool_rows" whose forward takes the problem (dims C, M and G, options scale and eps), x, a and
 offsets, and gives (y ``[G, B, M / G, C]``, saved). Their backward takes the problem, (x, a, offsets, y, saved...), (gradient of y, gradient
-that is added to that of x, or None) and which gradients are wanted, and gives those of x and a.
+that is added to that of x, or None, (o, do, b)) and which gradients are wanted, and gives those of x and a. Of ``o, do [G, B M / G, D]``
+and ``b [G D]`` or None, the sums of (o − b) do over D are those of y and its gradient over C: each row of o is the projected one of y, plus
+b.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ class Implementation:
     spec: KernelSpec
     problem: Problem
 
-    def __call__(self, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """(y, x): a later use of that x costs no addition of gradients, as with `gem_core.ops.norm_linear`."""
+    def __call__(self, x: Tensor, a: Tensor, to_values: Tensor, bias: Tensor | None, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """(y to_valuesᵀ + bias ``[B, M / G, G D]``, x) for ``to_values [G, D, C]`` and ``bias [G D]``, which samples without rows do not
+        get; a later use of that x costs no addition of gradients, as with `gem_core.ops.norm_linear`."""
         later = meeting.Later() if meeting.kept_as_they_are() else None
-        y, passed = _PoolRows.apply(self, x, a, offsets, later)
+        read, passed = _PoolRows.apply(self, x, a, to_values, bias, offsets, later)
         if later is not None:
             meeting.note_later(passed, later)
-        return y, passed
+        return read, passed
 
 
 def implementation(x: Tensor, queries: int, groups: int, scale: float, eps: float) -> Implementation | None:
@@ -55,21 +58,59 @@ def implementation(x: Tensor, queries: int, groups: int, scale: float, eps: floa
 
 class _PoolRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Implementation, x: Tensor, a: Tensor, offsets: Tensor, later: meeting.Later | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, run: Implementation, x: Tensor, a: Tensor, to_values: Tensor, bias: Tensor | None, offsets: Tensor,
+        later: meeting.Later | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, saved = run.spec.forward(run.problem, x, a, offsets)
-        ctx.save_for_backward(x, a, offsets, y, *saved)
+        (_, batch, queries, _), (groups, d, _) = y.shape, to_values.shape
+        read = y.new_empty(batch, queries, groups * d)
+        if bias is None:
+            torch.bmm(y.flatten(1, 2), to_values.transpose(1, 2), out=_by_groups(read, groups))
+        else:
+            read.copy_((_there(offsets, bias) * bias).unsqueeze(1))
+            _by_groups(read, groups).baddbmm_(y.flatten(1, 2), to_values.transpose(1, 2))
+        ctx.save_for_backward(x, a, offsets, to_values, bias, read, y, *saved)
         ctx.run, ctx.later = run, later
         ctx.set_materialize_grads(False)
-        return y, x.view_as(x)
+        return read, x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
-        run, saved = ctx.run, ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:3]
+    def backward(ctx: Any, dread: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+        run, (x, a, offsets, to_values, bias, read, y, *saved) = ctx.run, ctx.saved_tensors
+        need_x, need_a, need_values, need_bias = ctx.needs_input_grad[1:5]
+        if dread is None:
+            return None, *meeting.with_late(ctx.later, dx, lambda beside: (beside,)), None, None, None, None, None
+        groups, dread = to_values.shape[0], dread.contiguous()
+        by_groups = _by_groups(dread, groups)
+        dvalues = torch.bmm(by_groups.transpose(1, 2), y.flatten(1, 2)) if need_values else None
+        dbias = _sums(dread, offsets) if bias is not None and need_bias else None
+        found: tuple[Tensor | None, ...] = (None, None)
+        if need_x or need_a:
+            dy = torch.bmm(by_groups, to_values).view_as(y)
+            pair = _by_groups(read, groups), by_groups, bias
 
-        def gradients(beside: Tensor | None) -> tuple[Tensor | None, ...]:
-            return (beside, None) if dy is None else run.spec.backward(run.problem, saved, (dy, beside), needs)
+            def gradients(beside: Tensor | None) -> tuple[Tensor | None, ...]:
+                return run.spec.backward(run.problem, (x, a, offsets, y, *saved), (dy, beside, pair), (need_x, need_a))  # type: ignore[no-any-return]
 
-        found = meeting.with_late(ctx.later, dx, gradients)
-        return None, *(g if need else None for g, need in zip(found, needs)), None, None
+            found = meeting.with_late(ctx.later, dx, gradients)
+        return None, found[0] if need_x else None, found[1] if need_a else None, dvalues, dbias, None, None
+
+
+def _by_groups(read: Tensor, groups: int) -> Tensor:
+    """``[B, M / G, G D]`` as ``[G, B M / G, D]``, a view."""
+    return read.view(read.shape[0] * read.shape[1], groups, read.shape[2] // groups).transpose(0, 1)
+
+
+def _there(offsets: Tensor, like: Tensor) -> Tensor:
+    """``[B, 1]``: 1 of samples that have rows, else 0."""
+    return (offsets[1:] > offsets[:-1]).to(like.dtype).unsqueeze(1)
+
+
+def _sums(dread: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of ``dread [B, n, C]`` over the queries of samples that have rows; on a device a product, as `model.layers.column_sums`."""
+    there = _there(offsets, dread).unsqueeze(2)
+    if dread.is_cuda:
+        return (there.expand(-1, dread.shape[1], 8).reshape(-1, 8).t() @ dread.flatten(0, 1))[0]
+    return (dread * there).sum((0, 1))

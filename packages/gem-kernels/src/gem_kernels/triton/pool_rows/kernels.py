@@ -1,15 +1,16 @@
 """Triton kernels of `pool_rows`: y = softmax(scale · a x̂ᵀ) x̂ of each sample, x̂ = r x with r = rstd of the row, and its gradients.
 
-    scores    s = scale · r (x aᵀ) [N, M] fp32, r [N]                    reads x              writes s
-    weights   w = r P, P = softmax of s over the rows of a sample        reads s              writes w [N, M]
+    scores    w before it is scaled, r [N], the tile's softmax sums      reads x              writes w [N, M]
+    weights   w = r P, P = softmax of scale · r (x aᵀ) over a sample     reads w              writes w, in place
     sums      y = wᵀ x, by blocks of columns                             reads w, x           writes y
-    delta     delta = Σ y dy of each query of a sample                   reads y, dy
+    delta     delta = Σ y dy of each query of a sample                   reads the values that y became, and their gradients
     dscores   e = r dS = scale · w ∘ (r (x dyᵀ) − delta)                 reads x, w           writes e [N, M]
     drows     g = (e a + w dy) / r = dS a + P dy, the gradient of x̂      reads e, w           writes g
 
 The gradient of a is dSᵀ x̂ = eᵀ x. All products take their tiles straight from memory, so that loads run ahead of them; with the softmax
 between the loads and the products of one kernel, sums took six times as long. Tiles of rows begin and end with samples, whose dy is read
-from the L2 cache.
+from the L2 cache. Scores are taken from the tile's largest and leave as r exp(score − largest); what the sample's softmax scales them by
+is the same for all rows of a tile, so that weights needs no scores.
 """
 
 from __future__ import annotations
@@ -39,25 +40,34 @@ def _queries(sample, batch, M: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _tile(tiles, tile_count, offsets, BLOCK_N: tl.constexpr):
-    """Sample, rows and which of them are live of the program's tile; none past the last tile."""
+    """Sample, block of it, rows and which of them are live of the program's tile; none past the last tile."""
     entry = tl.load(tiles + tl.program_id(0))
     inside = tl.program_id(0) < tl.load(tile_count)
-    sample = tl.where(inside, entry >> 32, 0)
-    i = tl.load(offsets + sample).to(tl.int64) + (entry & 0xFFFFFFFF) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return sample, i, inside & (i < tl.load(offsets + sample + 1)), inside
+    sample, block = tl.where(inside, entry >> 32, 0), entry & 0xFFFFFFFF
+    i = tl.load(offsets + sample).to(tl.int64) + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    return sample, block, i, inside & (i < tl.load(offsets + sample + 1)), inside
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _place(offsets, sample, BLOCK_N: tl.constexpr):
+    """Of a sample's first tile among at most rows // BLOCK_N + samples places of tiles."""
+    return tl.load(offsets + sample).to(tl.int64) // BLOCK_N + sample
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
 def pool_rows_scores_kernel(
-    x, a, s, r, rows, scale, eps, C: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    x, a, offsets, tiles, tile_count, w, r, most, total, batch, rows: tl.int64, scale, eps,
+    C: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """s and r of BLOCK_N rows."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Of a tile of rows: r, r exp2(score − most) with most the tile's largest score of a query, in base 2, and its exponentials' sum.
+
+    r is zero past the last offset."""
+    zero_slack(r, offsets, batch, rows, 1, 1, 1, 1, 1)
+    sample, block, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
     j = tl.arange(0, M)
-    live = i < rows
     acc = tl.zeros([BLOCK_N, M], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
-    for start in tl.range(0, C, BLOCK_C):
+    for start in tl.range(0, tl.where(inside, C, 0), BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         x_tile = _load(x, i, live, c, C)
         if x_tile.dtype.primitive_bitwidth == 16:
@@ -68,30 +78,37 @@ def pool_rows_scores_kernel(
         squares += tl.sum(values * values, 1)
     rstd = tl.rsqrt(squares / C + eps)
     tl.store(r + i, rstd, live)
-    tl.store(s + i[:, None] * M + j[None, :], acc * (rstd * scale)[:, None], live[:, None])
+    scores = tl.where(live[:, None], acc * (rstd * (scale * LOG2E))[:, None], _LOW)
+    above = tl.max(scores, 0)
+    weights = tl.exp2(scores - above[None, :])
+    to = (_place(offsets, sample, BLOCK_N) + block) * M + j
+    tl.store(most + to, above, (j < M) & inside)
+    tl.store(total + to, tl.sum(weights, 0), (j < M) & inside)
+    tl.store(w + i[:, None] * M + j[None, :], (weights * rstd[:, None]).to(w.dtype.element_ty), live[:, None])
 
 
 @triton.jit
-def pool_rows_weights_kernel(s, r, offsets, tiles, w, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """w of BLOCK_M queries of a sample: once over its rows for the softmax's sums, once for the weights."""
-    PARTS: tl.constexpr = M // BLOCK_M
-    sample = tl.load(tiles + tl.program_id(0) // PARTS) >> 32
-    j = tl.program_id(0) % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
-    first, end = tl.load(offsets + sample).to(tl.int64), tl.load(offsets + sample + 1).to(tl.int64)
-    most = tl.full([BLOCK_M], _LOW, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for block in tl.range(0, tl.cdiv(end - first, BLOCK_N)):
-        i = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        scores = tl.load(s + i[:, None] * M + j[None, :], (i < end)[:, None], _LOW) * LOG2E
-        above = tl.maximum(most, tl.max(scores, 0))
-        total = total * tl.exp2(most - above) + tl.sum(tl.exp2(scores - above[None, :]), 0)
-        most = above
-    for block in tl.range(0, tl.cdiv(end - first, BLOCK_N)):
-        i = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = i < end
-        scores = tl.load(s + i[:, None] * M + j[None, :], live[:, None], _LOW) * LOG2E
-        weights = tl.exp2(scores - most[None, :]) * (1.0 / total)[None, :] * tl.load(r + i, live, 0.0)[:, None]
-        tl.store(w + i[:, None] * M + j[None, :], weights.to(w.dtype.element_ty), live[:, None])
+def pool_rows_weights_kernel(
+    w, most, total, offsets, tiles, tile_count, M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """w of a tile of rows, scaled by exp2(most of the tile − most of its sample) over the sample's sum; CHUNK tiles' sums at a time."""
+    sample, block, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
+    j = tl.arange(0, M)
+    weights = _load(w, i, live, j, M).to(tl.float32)
+    first, rows = _place(offsets, sample, BLOCK_N), tl.load(offsets + sample + 1) - tl.load(offsets + sample)
+    own = tl.load(most + (first + block) * M + j, (j < M) & inside, _LOW)
+    above = tl.full([M], _LOW, tl.float32)
+    whole = tl.zeros([M], tl.float32)
+    count = tl.where(inside, tl.cdiv(rows, BLOCK_N), 0)
+    for start in range(0, count, CHUNK):
+        t = start + tl.arange(0, CHUNK)
+        at, there = (first + t)[:, None] * M + j[None, :], (t < count)[:, None]
+        tops = tl.load(most + at, there, _LOW)
+        higher = tl.maximum(above, tl.max(tops, 0))
+        whole = whole * tl.exp2(above - higher) + tl.sum(tl.load(total + at, there, 0.0) * tl.exp2(tops - higher[None, :]), 0)
+        above = higher
+    scaled = weights * (tl.exp2(own - above) / tl.maximum(whole, 1.0))[None, :]  # the largest score's tile has a sum of 1 and more
+    tl.store(w + i[:, None] * M + j[None, :], scaled.to(w.dtype.element_ty), live[:, None])
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -113,13 +130,20 @@ def pool_rows_sums_kernel(
     tl.store(y + _queries(sample, batch, M, G)[:, None] * C + c[None, :], acc.to(y.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def pool_rows_delta_kernel(y, dy, delta, rows, C: tl.constexpr, C_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """delta of ROWS rows of y."""
+@triton.jit(do_not_specialize=["rows", "each"])
+def pool_rows_delta_kernel(
+    o, do, bias, delta, rows, each, stride_on: tl.constexpr, stride_og: tl.constexpr, stride_gn: tl.constexpr, stride_gg: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta = Σ (o − bias) do of ROWS queries, ``each`` of a group."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, C_PAD)
-    at, mask = i.to(tl.int64)[:, None] * C + c[None, :], (i < rows)[:, None] & (c < C)[None, :]
-    product = tl.load(y + at, mask, 0.0).to(tl.float32) * tl.load(dy + at, mask, 0.0).to(tl.float32)
+    c = tl.arange(0, D_PAD)
+    group, n = i // each, (i % each).to(tl.int64)
+    mask = (i < rows)[:, None] & (c < D)[None, :]
+    values = tl.load(o + (n * stride_on + group * stride_og)[:, None] + c[None, :], mask, 0.0).to(tl.float32)
+    if bias is not None:
+        values -= tl.load(bias + (group * D)[:, None] + c[None, :], mask, 0.0).to(tl.float32)
+    product = values * tl.load(do + (n * stride_gn + group * stride_gg)[:, None] + c[None, :], mask, 0.0).to(tl.float32)
     tl.store(delta + i, tl.sum(product, 1), i < rows)
 
 
@@ -130,7 +154,7 @@ def pool_rows_dscores_kernel(
 ):  # fmt: skip
     """e of a tile of rows; zeros past the last offset."""
     zero_slack(e, offsets, batch, rows, M, M, 1, M, M)
-    sample, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
+    sample, _, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
     queries, j = _queries(sample, batch, M, G), tl.arange(0, M)
     acc = tl.zeros([BLOCK_N, M], tl.float32)
     for start in tl.range(0, tl.where(inside, C, 0), BLOCK_C):
@@ -148,7 +172,7 @@ def pool_rows_drows_kernel(
 ):  # fmt: skip
     """g of a tile of rows, BLOCK_C columns at a time; zeros past the last offset."""
     zero_slack(g, offsets, batch, rows, C, C, 1, C, C)
-    sample, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
+    sample, _, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
     queries, j = _queries(sample, batch, M, G), tl.arange(0, M)
     e_tile, w_tile = _load(e, i, live, j, M), _load(w, i, live, j, M)
     divided = 1.0 / tl.load(r + i, live, 1.0)

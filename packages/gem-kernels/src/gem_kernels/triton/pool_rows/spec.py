@@ -18,9 +18,9 @@ PRIORITY = 50
 ROOMY = (9, 10)
 """NVIDIA's generations whose multiprocessors have the shared memory: 140 KiB for a program."""
 SCORES: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 4}
-WEIGHTS: dict[str, Any] = {"BLOCK_N": 256, "BLOCK_M": 32, "num_warps": 8}
+WEIGHTS: dict[str, Any] = {"CHUNK": 8, "num_warps": 8}
 SUMS: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 128, "num_warps": 4, "num_stages": 3}
-DELTA_ROWS = 8
+DELTA_ROWS = 32
 DSCORES: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 3}
 DROWS: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 3}
 
@@ -41,31 +41,34 @@ def _sizes(problem: Problem, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """See `gem_core.ops.pool_rows`. Saves w ``[N, M]`` in x's dtype and r ``[N]``. Workspace: ``[N, M]`` fp32."""
+    """See `gem_core.ops.pool_rows`. Saves w ``[N, M]`` in x's dtype and r ``[N]``."""
     from gem_kernels.triton.attention.schedule import tile_list
     from gem_kernels.triton.pool_rows import kernels
 
     x, a = x.contiguous(), a.contiguous()
     rows, batch, (m, groups) = x.shape[0], offsets.numel() - 1, (problem.dim("M"), problem.dim("G"))
     sizes = _sizes(problem, x.dtype)
-    s, r = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((rows, m), (rows,)))
+    new = torch.empty if batch else torch.zeros  # a batch without samples has slack rows alone
+    r = new(rows, dtype=torch.float32, device=x.device)
     w = torch.empty(rows, m, dtype=x.dtype, device=x.device)
     y = torch.empty(groups, batch, m // groups, x.shape[1], dtype=x.dtype, device=x.device)
-    if rows:
-        scalars = rows, problem.option("scale"), problem.option("eps")
-        launch(kernels.pool_rows_scores_kernel, (-(-rows // SCORES["BLOCK_N"]),), x.device, x, a, s, r, *scalars, **sizes, **SCORES)
+    if rows and batch:
+        block = SCORES["BLOCK_N"]
+        tiles = tile_list(batch, block, x.device, rows=rows, offsets=offsets)
+        listed = offsets, tiles.tiles, tiles.count
+        most, total = (torch.empty(rows // block + batch, m, dtype=torch.float32, device=x.device) for _ in range(2))
+        scalars = batch, rows, problem.option("scale"), problem.option("eps")
+        launch(kernels.pool_rows_scores_kernel, (tiles.bound,), x.device, x, a, *listed, w, r, most, total, *scalars, **sizes, **SCORES)
+        launch(kernels.pool_rows_weights_kernel, (tiles.bound,), x.device, w, most, total, *listed, M=m, BLOCK_N=block, **WEIGHTS)
     if batch:
         samples = tile_list(batch, 1, x.device, rows=batch, length=1, work_offsets=offsets).tiles
-        parts = m // min(m, WEIGHTS["BLOCK_M"])
-        block = {**WEIGHTS, "BLOCK_M": m // parts}
-        launch(kernels.pool_rows_weights_kernel, (batch * parts,), x.device, s, r, offsets, samples, w, M=m, **block)
         parts = x.shape[1] // SUMS["BLOCK_C"]
         launch(kernels.pool_rows_sums_kernel, (batch * parts,), x.device, w, x, offsets, samples, y, batch, G=groups, **sizes, **SUMS)
     return y, (w, r)
 
 
 def backward(
-    problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Tensor, Tensor | None], needs: tuple[bool, ...]
+    problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Any, ...], needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``."""
     from gem_kernels.triton.attention.schedule import tile_list
@@ -73,8 +76,8 @@ def backward(
     from gem_kernels.triton.dense.support import weight_grad
     from gem_kernels.triton.pool_rows import kernels
 
-    x, a, offsets, y, w, r = saved
-    dy, beside = douts
+    x, a, offsets, _, w, r = saved
+    dy, beside, (o, do, bias) = douts
     x, a, dy = x.contiguous(), a.contiguous(), dy.contiguous()
     rows, batch, (m, groups) = x.shape[0], offsets.numel() - 1, (problem.dim("M"), problem.dim("G"))
     sizes = {**_sizes(problem, x.dtype), "G": groups}
@@ -82,8 +85,10 @@ def backward(
     g, e = (new(rows, width, dtype=x.dtype, device=x.device) for width in (x.shape[1], m))
     if rows and batch:
         delta = torch.empty(batch * m, dtype=torch.float32, device=x.device)
-        widths = {"C": x.shape[1], "C_PAD": 1 << (x.shape[1] - 1).bit_length(), "ROWS": DELTA_ROWS, "num_warps": 4}
-        launch(kernels.pool_rows_delta_kernel, (-(-batch * m // DELTA_ROWS),), x.device, y, dy, delta, batch * m, **widths)
+        widths = {"D": o.shape[2], "D_PAD": 1 << (o.shape[2] - 1).bit_length(), "ROWS": DELTA_ROWS, "num_warps": 4}
+        strides = (t.stride(i) for t in (o, do) for i in (1, 0))
+        grid = (-(-batch * m // DELTA_ROWS),)
+        launch(kernels.pool_rows_delta_kernel, grid, x.device, o, do, bias, delta, batch * m, o.shape[1], *strides, **widths)
         for kernel, block, args, scalars in (
             (kernels.pool_rows_dscores_kernel, DSCORES, (w, x, r), (dy, delta, e, batch, rows, problem.option("scale"))),
             (kernels.pool_rows_drows_kernel, DROWS, (e, w, r), (a, dy, g, batch, rows)),

@@ -17,7 +17,7 @@ from pipeline_rings import overrun
 
 from gem_core import ops
 from gem_core.jagged import lengths_to_offsets
-from gem_core.ops import dispatch
+from gem_core.ops import dispatch, row_sums
 from gem_core.ops.contract import Problem
 from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
@@ -136,6 +136,8 @@ def _compile_pool_rows() -> None:
     options = ("eps", 1e-6), ("scale", 0.1)
     problem = Problem("pool_rows", "cuda", 90, (("x", BF16),), (("C", 512), ("M", 128), ("G", 4)), options)
     with compile_only("sm_90") as done:
+        pool_rows.forward(problem, x, a, offsets)
+        row_sums.leave(x, _t(2, 2, 300, dtype=torch.float32))
         y, saved = pool_rows.forward(problem, x, a, offsets)
         read = _t(64, 4, 128).transpose(0, 1)
         pool_rows.backward(problem, (x, a, offsets, y, *saved), (torch.ones_like(y), None, (read, read, _t(512))), (True, True))

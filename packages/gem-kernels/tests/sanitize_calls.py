@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem_core import ops
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import adamw, dispatch, expert_tokens, meeting, pool_rows, siblings
+from gem_core.ops import adamw, dispatch, expert_tokens, meeting, pool_rows, row_sums, siblings
 from gem_core.ops.contract import OpPrecision, Problem
 from gem_core.ops.contracts import contracts
 from gem_core.ops.explain import problem_of
@@ -234,7 +234,11 @@ def meeting_passes(backend: str) -> bool:
 def sum_beside_product() -> bool:
     draw = Draw(torch.bfloat16, DEVICE)
     given = [draw.normal(*shape) for shape in ((300, 512), (300, 128), (512, 128), (512,))]
-    add_linear.forward(Problem("add_linear", DEVICE, 90, (), ()), *given)
+    y, _ = add_linear.forward(Problem("add_linear", DEVICE, 90, (), ()), *given)
+    k = (3, 2, 128)
+    kv, offsets = [draw.normal(sum(k), 4, 128) for _ in range(2)], draw.offsets((90, 0, 210))
+    bounds = {"max_q_len": 210, "max_k_len": 128, "backend": "hopper"}
+    ops.norm_gdpa(meeting.in_heads(y, 4, 128), *kv, offsets, draw.offsets(k), **bounds)  # takes the sums over rows that were left
     return True
 
 
@@ -262,14 +266,17 @@ def summed_experts(n: int, d: int, experts: int, rank: int, f: int) -> bool:
 
 
 def pooled_rows() -> bool:
-    """Samples without rows, of one block, of several, and slack."""
+    """Samples without rows, of one block, of several, and slack; with sums over the rows and without."""
     draw, lengths = Draw(torch.bfloat16, DEVICE), (0, 5, 300, 1, 0, 64)
     problem = Problem(
         pool_rows.OP, DEVICE, 90, (("x", torch.bfloat16),), (("C", 512), ("M", 128), ("G", 4)), (("eps", 1e-6), ("scale", 0.1))
     )
     shapes = (sum(lengths) + 9, 512), (128, 512), (4, 128, 512), (512,)
     x, a, to_values, bias = leaves = [draw.normal(*shape).requires_grad_() for shape in shapes]
-    gradients(pool_rows.Implementation(pool_rows_spec.specs()[0], problem)(x, a, to_values, bias, draw.offsets(lengths)), leaves)
+    for sums in (None, draw.normal(2, 2, x.shape[0]).float().square()):
+        if sums is not None:
+            row_sums.leave(x, sums)
+        gradients(pool_rows.Implementation(pool_rows_spec.specs()[0], problem)(x, a, to_values, bias, draw.offsets(lengths)), leaves)
     return True
 
 
@@ -277,7 +284,7 @@ def beside() -> Iterator[Entry]:
     """Ops of their own kinds."""
     for backend in ("hopper", "triton"):
         yield Entry("norm_gdpa", backend, "passes that meet", partial(meeting_passes, backend))
-    yield Entry("add_linear", "hopper", "rows that fill no tile", sum_beside_product)
+    yield Entry("add_linear", "hopper", "rows that fill no tile, and the norm of them", sum_beside_product)
     yield Entry("adamw", "triton", "with a copy and a scale, and without", adamw_update)
     for sizes in ((128, 192, 2, 24, 64), (17, 40, 1, 5, 9)):
         yield Entry("expert_tokens", "triton", f"{sizes[0]} tokens", partial(summed_experts, *sizes))

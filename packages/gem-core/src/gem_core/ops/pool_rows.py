@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import dispatch, meeting
+from gem_core.ops import dispatch, meeting, row_sums
 from gem_core.ops.contract import Problem, arch_of
 
 OP = "pool_rows"
@@ -42,6 +42,7 @@ class Implementation:
         get; a later use of that x costs no addition of gradients, as with `gem_core.ops.norm_linear`."""
         later = meeting.Later() if meeting.kept_as_they_are() else None
         read, passed = _PoolRows.apply(self, x, a, to_values, bias, offsets, later)
+        row_sums.hand_on(x, passed)
         if later is not None:
             meeting.note_later(passed, later)
         return read, passed

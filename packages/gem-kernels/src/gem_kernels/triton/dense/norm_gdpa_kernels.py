@@ -83,13 +83,28 @@ def norm_gdpa_l_kernel(
     _store(l, away * r[:, None], row, rows, H, D, ROWS, COLUMNS)
 
 
+@triton.jit
+def moments(sums, i, mask, rows, C: tl.constexpr, PARTS: tl.constexpr):
+    """Mean and variance of rows ``i`` of C columns, from what was left with them (`gem_core.ops.row_sums`)."""
+    whole = tl.zeros_like(i).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        whole += tl.load(sums + part * rows.to(tl.int64) + i, mask, 0.0)
+    mu = whole / C
+    squares = tl.zeros_like(mu)
+    for part in tl.static_range(PARTS):
+        away = tl.load(sums + part * rows.to(tl.int64) + i, mask, 0.0) * (PARTS / C) - mu
+        squares += tl.load(sums + (PARTS + part) * rows.to(tl.int64) + i, mask, 0.0) + away * away * (C // PARTS)
+    return mu, squares / C
+
+
 @triton.jit(do_not_specialize=["batch", "rows", "keys", "key_programs"])
 def norm_gdpa_stats_kernel(
-    q, k, mean, rstd, key_sums, q_offsets, batch, rows, keys, key_programs, eps,
+    q, sums, k, mean, rstd, key_sums, q_offsets, batch, rows, keys, key_programs, eps,
     stride_qn: tl.constexpr, stride_qh: tl.constexpr, stride_kn: tl.constexpr, stride_kh: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """mean and rstd of ROWS rows of q, or in the first programs the sums of ROWS rows of k, head by head, [H, keys]."""
+    """mean and rstd of ROWS rows of q, or of MANY from the sums over them, in PARTS parts; or in the first programs the sums of ROWS rows
+    of k, head by head, [H, keys]."""
     if tl.program_id(0) < key_programs:
         row = tl.program_id(0).to(tl.int64) * ROWS
         i = row + tl.arange(0, ROWS)
@@ -97,6 +112,12 @@ def norm_gdpa_stats_kernel(
         s = tl.sum(tl.reshape(x, [ROWS, COLUMNS // D, D]), 2)
         h = tl.arange(0, COLUMNS // D)
         tl.store(key_sums + h[None, :].to(tl.int64) * keys + i[:, None], s, mask=(i < keys)[:, None] & (h < H)[None, :])
+    elif sums is not None:
+        i = (tl.program_id(0) - key_programs).to(tl.int64) * MANY + tl.arange(0, MANY)
+        end = tl.load(q_offsets + batch).to(tl.int64)
+        mu, variance = moments(sums, i, i < end, rows, H * D, PARTS)
+        tl.store(mean + i, mu, mask=i < rows)
+        tl.store(rstd + i, tl.where(i < end, tl.rsqrt(variance + eps), 0.0), mask=i < rows)
     else:
         row = _first_row(ROWS)
         i = row + tl.arange(0, ROWS)

@@ -1,7 +1,8 @@
 """``y = residual + x wᵀ + shift`` on Hopper: the sum of a skip connection beside the product, whose result is not written and read again.
 
 Two warpgroups own 64 rows each of a 128 x 256 tile of y. Each has one buffer of its tile: the residual comes there while the products run,
-and the sum leaves from there.
+and the sum leaves from there. Beside it each leaves the sums over its columns of each row, before they are rounded
+(`gem_core.ops.row_sums`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gem_kernels.triton.hopper.norm_linear_fwd import _producer as producer
 
 @gluon.jit
 def _consumer(
-    residual, y, shift, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
+    residual, y, shift, sums, rows, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
     WHO: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -51,6 +52,12 @@ def _consumer(
         mbarrier.wait(came, tile // gl.num_programs(0) & 1)
         acc = acc + own.load(layout).to(gl.float32)
         own.store(acc.to(buffer.dtype))
+        i = m + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        whole = gl.sum(acc, 1)
+        away = acc - (whole * (1.0 / BLOCK_N))[:, None]
+        to = sums + tile % column_tiles * rows.to(gl.int64) + i
+        gl.store(to, whole, i < rows)
+        gl.store(to + column_tiles * rows.to(gl.int64), gl.sum(away * away, 1), i < rows)
         fence_async_shared()
         tma.async_copy_shared_to_global(y, [m, n], own)
     tma.store_wait(0)
@@ -58,7 +65,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["rows"])
 def hopper_add_linear_fwd_kernel(
-    x, w, residual, y, shift, rows,
+    x, w, residual, y, shift, sums, rows,
     N: gl.constexpr, K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     column_tiles = (N + BLOCK_N - 1) // BLOCK_N
@@ -74,9 +81,9 @@ def hopper_add_linear_fwd_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_consumer, (residual, y, shift, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
+            (_consumer, (residual, y, shift, sums, rows, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
                          0, N, K, BLOCK_N, BLOCK_K, STAGES)),
-            (_consumer, (residual, y, shift, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
+            (_consumer, (residual, y, shift, sums, rows, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
                          1, N, K, BLOCK_N, BLOCK_K, STAGES)),
             (producer, (x, w, total, column_tiles, x_slots, w_slots, full, empty, K, BLOCK_N, BLOCK_K, STAGES)),
         ],

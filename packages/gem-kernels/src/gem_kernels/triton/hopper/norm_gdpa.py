@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gem_core.ops import row_sums
 from gem_core.ops.contract import Problem
 from gem_kernels.triton.attention.inputs import Inputs
 from gem_kernels.triton.attention.plan import plan
@@ -15,6 +16,9 @@ from gem_kernels.triton.dense import norm_gdpa as portable
 from gem_kernels.triton.dense.norm_gdpa import Gdpa, Saved
 from gem_kernels.triton.dense.support import power_of_two
 from gem_kernels.triton.hopper import launch as attention
+
+_MANY = 512
+"""Rows of a program that reads sums over them."""
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, gdpa: Gdpa) -> tuple[Tensor, Saved]:
@@ -39,10 +43,11 @@ def _from_q(problem: Problem, tensors: Saved, mean: Tensor, rstd: Tensor, eps: f
     each = max(1, 4096 // width)
     of_keys = -(-keys // each)
     strides = [t.stride(i) for t in (x.q, x.k) for i in (0, 1)]
+    of_rows = row_sums.found(tensors[0])
     launch(
-        norm_gdpa_stats_kernel, (of_keys + -(-rows // each),), x.device,
-        x.q, x.k, mean, rstd, sums, x.q_offsets, batch, rows, keys, of_keys, eps, *strides,
-        H=p.heads, D=p.d, COLUMNS=width, ROWS=each, num_warps=4,
+        norm_gdpa_stats_kernel, (of_keys + -(-rows // (each if of_rows is None else _MANY)),), x.device,
+        x.q, of_rows, x.k, mean, rstd, sums, x.q_offsets, batch, rows, keys, of_keys, eps, *strides,
+        H=p.heads, D=p.d, COLUMNS=width, ROWS=each, PARTS=0 if of_rows is None else of_rows.shape[1], MANY=_MANY, num_warps=4,
     )  # fmt: skip
     out = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.device)
     tiles = x.q_tiles(attention._ROWS, True)

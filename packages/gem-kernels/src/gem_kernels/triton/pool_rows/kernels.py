@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from gem_kernels.triton.attention.tiles import zero_slack
+from gem_kernels.triton.dense.norm_gdpa_kernels import moments
 from gem_kernels.triton.dense.norm_linear_kernels import own_copy
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -56,12 +57,12 @@ def _place(offsets, sample, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "rows"])
 def pool_rows_scores_kernel(
-    x, a, offsets, tiles, tile_count, w, r, most, total, batch, rows: tl.int64, scale, eps,
-    C: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    x, a, sums, offsets, tiles, tile_count, w, r, most, total, batch, rows: tl.int64, scale, eps,
+    C: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of rows: r, r exp2(score − most) with most the tile's largest score of a query, in base 2, and its exponentials' sum.
 
-    r is zero past the last offset."""
+    r is zero past the last offset. ``sums``: over the rows, in PARTS parts, or None."""
     zero_slack(r, offsets, batch, rows, 1, 1, 1, 1, 1)
     sample, block, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
     j = tl.arange(0, M)
@@ -70,13 +71,18 @@ def pool_rows_scores_kernel(
     for start in tl.range(0, tl.where(inside, C, 0), BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         x_tile = _load(x, i, live, c, C)
-        if x_tile.dtype.primitive_bitwidth == 16:
+        if sums is None and x_tile.dtype.primitive_bitwidth == 16:
             # The pipeliner counts no slot for a product under way when the tile also has a use in registers: from there it needs none.
             x_tile = own_copy(x_tile)
         acc = tl.dot(x_tile, tl.trans(_load(a, j, j < M, c, C)), acc, input_precision=PRECISION)
-        values = x_tile.to(tl.float32)
-        squares += tl.sum(values * values, 1)
-    rstd = tl.rsqrt(squares / C + eps)
+        if sums is None:
+            values = x_tile.to(tl.float32)
+            squares += tl.sum(values * values, 1)
+    if sums is None:
+        rstd = tl.rsqrt(squares / C + eps)
+    else:
+        mu, variance = moments(sums, i, live, rows, C, PARTS)
+        rstd = tl.rsqrt(variance + mu * mu + eps)
     tl.store(r + i, rstd, live)
     scores = tl.where(live[:, None], acc * (rstd * (scale * LOG2E))[:, None], _LOW)
     above = tl.max(scores, 0)

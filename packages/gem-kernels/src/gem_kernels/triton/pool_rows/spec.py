@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import meeting
+from gem_core.ops import meeting, row_sums
 from gem_core.ops.contract import Problem, Supported, no
 from gem_core.ops.pool_rows import OP
 from gem_kernels.triton.common.device import runs_on
@@ -58,7 +58,9 @@ def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Te
         listed = offsets, tiles.tiles, tiles.count
         most, total = (torch.empty(rows // block + batch, m, dtype=torch.float32, device=x.device) for _ in range(2))
         scalars = batch, rows, problem.option("scale"), problem.option("eps")
-        launch(kernels.pool_rows_scores_kernel, (tiles.bound,), x.device, x, a, *listed, w, r, most, total, *scalars, **sizes, **SCORES)
+        sums = row_sums.found(x)
+        run = {**sizes, "PARTS": 0 if sums is None else sums.shape[1], **SCORES}
+        launch(kernels.pool_rows_scores_kernel, (tiles.bound,), x.device, x, a, sums, *listed, w, r, most, total, *scalars, **run)
         launch(kernels.pool_rows_weights_kernel, (tiles.bound,), x.device, w, most, total, *listed, M=m, BLOCK_N=block, **WEIGHTS)
     if batch:
         samples = tile_list(batch, 1, x.device, rows=batch, length=1, work_offsets=offsets).tiles
@@ -67,9 +69,7 @@ def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Te
     return y, (w, r)
 
 
-def backward(
-    problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Any, ...], needs: tuple[bool, ...]
-) -> tuple[Tensor, Tensor]:
+def backward(problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
     """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``."""
     from gem_kernels.triton.attention.schedule import tile_list
     from gem_kernels.triton.dense import norm, norm_gdpa

@@ -179,7 +179,8 @@ class EventFields(nn.Module):
 
 
 COUNTED = 256
-"""Largest learned table whose gradient is a product with the counts of its rows, on a device."""
+"""Largest learned table that is read, and whose gradient is made, by a product with one in each row's place, on a device: its rows come in
+half the time of a gather."""
 
 
 class _RowsIn(torch.autograd.Function):
@@ -187,17 +188,20 @@ class _RowsIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(places)
         ctx.like = table.shape[0], table.dtype
+        if table.is_cuda and table.shape[0] <= COUNTED and dtype in (torch.bfloat16, torch.float16) and table.dtype == torch.float32:
+            ones = table.new_zeros((places.numel(), table.shape[0]), dtype=dtype).scatter_(1, places.view(-1, 1), 1.0)
+            ctx.save_for_backward(ones)
+            return (ones @ table.to(dtype)).view(*places.shape, -1)
+        ctx.save_for_backward(places)
         return F.embedding(places, table.to(dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,), (rows, dtype) = ctx.saved_tensors, ctx.like
-        if grad.is_cuda and rows <= COUNTED and dtype == torch.float32 and grad.dtype in (torch.bfloat16, torch.float16):
-            read = (places.unsqueeze(1) == torch.arange(rows, device=places.device)).to(grad.dtype)
-            return torch.mm(read.t(), grad, out_dtype=torch.float32), None, None
+        if places.is_floating_point():  # ones
+            return torch.mm(places.t(), grad.flatten(0, -2), out_dtype=torch.float32), None, None
         return torch.ops.aten.embedding_dense_backward(grad.to(dtype), places, rows, -1, False), None, None
 
 

@@ -286,7 +286,7 @@ def _zero_unless(ok: Tensor, tensors: Sequence[Tensor]) -> None:
     for t in tensors:
         width = 8 if t.numel() * t.element_size() % 8 == 0 and t.data_ptr() % 8 == 0 else t.element_size()
         words = t.view(-1).view(_INTEGERS[width])
-        if words.numel() >= LARGE:
+        if words.numel() >= ALONE:
             words.mul_(ok.to(words.dtype))
         elif words.numel():
             small.setdefault(words.dtype, []).append(words)
@@ -294,6 +294,8 @@ def _zero_unless(ok: Tensor, tensors: Sequence[Tensor]) -> None:
         torch._foreach_mul_(alike, ok.to(dtype))
 
 
+ALONE = 1 << 20
+"""Words from which on a tensor has a launch of its own."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -34,7 +34,7 @@ SMALL = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 1, "num_stages": 1}
 
 @pytest.fixture(autouse=True)
 def _where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pooling, "MANY_ROWS", 0)
+    monkeypatch.setattr(pool_rows, "MANY_ROWS", 0)
     if DEVICE == "cpu":
         for name in ("SCORES", "SUMS", "DSCORES", "DROWS"):
             monkeypatch.setattr(kernels, name, SMALL)
@@ -77,7 +77,7 @@ def test_as_the_projected_rows(slack: int, calls: int, monkeypatch: pytest.Monke
     assert taken == [f"pool_rows_{name}_kernel" for name in sum(passes, ())]
     exact = _module().double()
     with monkeypatch.context() as usual:
-        usual.setattr(pooling, "MANY_ROWS", 1 << 60)
+        usual.setattr(pool_rows, "MANY_ROWS", 1 << 60)
         other, expected = _step(exact, s.detach().double().requires_grad_(), rows)
     near = 1e-5 if torch.float32 == DTYPE else 2e-2
     assert float((tokens - other).norm() / other.norm()) < near
@@ -120,7 +120,7 @@ def test_many_rows_agree_with_projecting_and_from_run_to_run() -> None:
             assert torch.equal(one if whole else one[:live], two if whole else two[:live]), name
     tokens, grads = _step(module, s, rows)
     with pytest.MonkeyPatch.context() as usual:
-        usual.setattr(pooling, "MANY_ROWS", 1 << 60)
+        usual.setattr(pool_rows, "MANY_ROWS", 1 << 60)
         other, expected = _step(module, s.detach().requires_grad_(), rows)
     assert float((tokens - other).norm() / other.norm()) < 1e-2
     for (name, _), one, two in zip([("s", s), *module.named_parameters()], grads, expected):
@@ -178,7 +178,7 @@ def test_elsewhere_rows_are_projected(change: str, monkeypatch: pytest.MonkeyPat
     elif change == "recipe":
         module.attention_precision = object()
     elif change == "few rows":
-        monkeypatch.setattr(pooling, "MANY_ROWS", 9)
+        monkeypatch.setattr(pool_rows, "MANY_ROWS", 9)
     else:
         module = SeedPooling(WIDE, HEADS, WIDE // HEADS, 32, seeds=SEEDS, candidate_queries=1).to(DEVICE, DTYPE)
     assert module._of_rows(s, rows) is None

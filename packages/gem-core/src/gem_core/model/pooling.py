@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gem_core import ops
 from gem_core.model.config import NormKind, PoolingConfig
-from gem_core.model.layers import MANY_ROWS, NormLinear, TokenMix, is_plain, product_dtype, rows_linear, side_by_side
+from gem_core.model.layers import NormLinear, TokenMix, is_plain, product_dtype, rows_linear, side_by_side
 from gem_core.model.rows import Rows
 from gem_core.ops import pool_rows, siblings
 from gem_core.ops.contract import OpPrecision
@@ -91,9 +91,10 @@ class SeedPooling(nn.Module):
         linear, n, h, d = self.kv.linear, self.seed_count, self.heads, self.head_dim
         if torch.compiler.is_compiling():  # first, since a question for the rows would bound them in what is traced
             return None
-        if n == 0 or self.queries is not None or s.shape[0] < MANY_ROWS:
+        if n == 0 or self.queries is not None:
             return None
-        plain = type(linear) is nn.Linear and type(self.kv) is NormLinear and is_plain(linear) and is_plain(self.kv)
+        plain = type(linear) is nn.Linear and type(self.kv) is NormLinear
+        plain = plain and (pool_rows.counting() or (is_plain(linear) and is_plain(self.kv)))  # fake parameters are no plain ones
         dtype = product_dtype(s)
         if not plain or self.kv.kind != "rms" or self.attention_precision is not None or s.dtype != dtype:
             return None

@@ -17,6 +17,9 @@ b.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +27,29 @@ import torch
 from torch import Tensor
 
 from gem_core.hookspecs import KernelSpec
-from gem_core.ops import dispatch, meeting, row_sums
-from gem_core.ops.contract import Problem, arch_of
+from gem_core.ops import dispatch, meeting, remember, row_sums
+from gem_core.ops.contract import YES, Problem, arch_of
 
 OP = "pool_rows"
+MANY_ROWS = 16_384
+"""Fewer rows are projected."""
+_counted: ContextVar[bool] = ContextVar("pool_rows counted", default=False)
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Inside, rows are pooled as an implementation on a device would, whatever their number; nothing is computed. For whoever counts what
+    such a pass keeps, on fake tensors."""
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
+def counting() -> bool:
+    """Whether this is inside of `counted`."""
+    return _counted.get()
 
 
 @dataclass(frozen=True)
@@ -49,11 +71,13 @@ class Implementation:
 
 
 def implementation(x: Tensor, queries: int, groups: int, scale: float, eps: float) -> Implementation | None:
-    """The fastest implementation for ``x [N, C]`` and ``queries`` rows of a in ``groups``; None without one, or where the configuration's
-    choice for all ops is not the fastest."""
+    """The fastest implementation for ``x [N, C]`` and ``queries`` rows of a in ``groups``; None without one, for fewer than `MANY_ROWS`,
+    or where the configuration's choice for all ops is not the fastest."""
     dims = ("C", x.shape[1]), ("M", queries), ("G", groups)
     problem = Problem(OP, x.device.type, arch_of(x.device), (("x", x.dtype),), dims, (("eps", eps), ("scale", scale)))
-    spec = dispatch.fastest(problem)
+    if counting():
+        return Implementation(_COUNTED, problem) if x.dtype in (torch.bfloat16, torch.float16) else None
+    spec = dispatch.fastest(problem) if x.shape[0] >= MANY_ROWS else None
     return None if spec is None else Implementation(spec, problem)
 
 
@@ -69,7 +93,7 @@ class _PoolRows(torch.autograd.Function):
         if bias is None:
             torch.bmm(y.flatten(1, 2), to_values.transpose(1, 2), out=_by_groups(read, groups))
         else:
-            read.copy_((_there(offsets, bias) * bias).unsqueeze(1))
+            torch.mul(bias.expand_as(read), _there(offsets, 1, bias.dtype), out=read)
             _by_groups(read, groups).baddbmm_(y.flatten(1, 2), to_values.transpose(1, 2))
         ctx.save_for_backward(x, a, offsets, to_values, bias, read, y, *saved)
         ctx.run, ctx.later = run, later
@@ -104,14 +128,32 @@ def _by_groups(read: Tensor, groups: int) -> Tensor:
     return read.view(read.shape[0] * read.shape[1], groups, read.shape[2] // groups).transpose(0, 1)
 
 
-def _there(offsets: Tensor, like: Tensor) -> Tensor:
-    """``[B, 1]``: 1 of samples that have rows, else 0."""
-    return (offsets[1:] > offsets[:-1]).to(like.dtype).unsqueeze(1)
+def _there(offsets: Tensor, columns: int, dtype: torch.dtype, queries: int = 1) -> Tensor:
+    """``[B, queries, columns]``: 1 of samples that have rows, else 0."""
+
+    def build() -> Tensor:
+        there = (offsets[1:] > offsets[:-1]).to(dtype)
+        return there.view(-1, 1, 1).expand(-1, queries, columns).contiguous()
+
+    return remember.remembered([offsets], ("samples with rows", queries, columns, dtype), build)
 
 
 def _sums(dread: Tensor, offsets: Tensor) -> Tensor:
     """Sum of ``dread [B, n, C]`` over the queries of samples that have rows; on a device a product, as `model.layers.column_sums`."""
-    there = _there(offsets, dread).unsqueeze(2)
     if dread.is_cuda:
-        return (there.expand(-1, dread.shape[1], 8).reshape(-1, 8).t() @ dread.flatten(0, 1))[0]
-    return (dread * there).sum((0, 1))
+        return (_there(offsets, 8, dread.dtype, dread.shape[1]).flatten(0, 1).t() @ dread.flatten(0, 1))[0]
+    return (dread * _there(offsets, 1, dread.dtype)).sum((0, 1))
+
+
+def _kept(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Tensors of the sizes that implementations give and save: weights ``[N, M]`` and rstd ``[N]``."""
+    m, groups = problem.dim("M"), problem.dim("G")
+    y = x.new_empty(groups, offsets.shape[0] - 1, m // groups, x.shape[1])
+    return y, (x.new_empty(x.shape[0], m), x.new_empty(x.shape[0], dtype=torch.float32))
+
+
+def _gradients(problem: Problem, saved: tuple[Tensor, ...], douts: Any, needs: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(saved[0]), torch.empty_like(saved[1])
+
+
+_COUNTED = KernelSpec(OP, "counted", _kept, _gradients, lambda problem: YES, 0)

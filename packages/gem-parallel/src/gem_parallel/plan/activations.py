@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from gem_core.batch import Batch
 from gem_core.config import Features, ResolvedConfig
 from gem_core.model.tables import LocalTables
+from gem_core.ops import pool_rows
 from gem_core.plugins import manager
 from gem_core.train.contract import RecipeContext
 
@@ -224,6 +225,7 @@ def _pass(mode: FakeTensorMode, model: nn.Module, names: list[str], batch: Batch
             warnings.catch_warnings(),
             mode,
             counter or nullcontext(),
+            pool_rows.counted(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             # The backward pass compares addresses of gradients, which fake ones do not have.

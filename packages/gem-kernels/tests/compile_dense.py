@@ -26,6 +26,7 @@ from gem_kernels.triton.hopper import block as hopper_block
 from gem_kernels.triton.hopper import linear_norm as hopper_linear_norm
 from gem_kernels.triton.hopper import mlp as hopper_mlp
 from gem_kernels.triton.hopper import norm_linear as hopper_norm_linear
+from gem_kernels.triton.hopper import pool_rows as hopper_pool_rows
 from gem_kernels.triton.pool_rows import spec as pool_rows
 
 BF16 = torch.bfloat16
@@ -141,6 +142,7 @@ def _compile_pool_rows() -> None:
         y, saved = pool_rows.forward(problem, x, a, offsets)
         read = _t(64, 4, 128).transpose(0, 1)
         pool_rows.backward(problem, (x, a, offsets, y, *saved), (torch.ones_like(y), None, (read, read, _t(512))), (True, True))
+        hopper_pool_rows.rows_gradient(saved[0], saved[0], a, torch.ones_like(y), saved[1], offsets, x)
     _tell("pool_rows", done)
 
 

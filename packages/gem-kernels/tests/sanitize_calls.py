@@ -26,6 +26,7 @@ from gem_kernels.triton.adamw import spec as adamw_spec
 from gem_kernels.triton.attention import inputs, schedule
 from gem_kernels.triton.dense import norm
 from gem_kernels.triton.hopper import add_linear, launch, launch_bias, norm_linear
+from gem_kernels.triton.hopper import pool_rows as hopper_pool_rows
 from gem_kernels.triton.pool_rows import spec as pool_rows_spec
 from gem_kernels.triton.tokens import spec as tokens_spec
 
@@ -273,10 +274,13 @@ def pooled_rows() -> bool:
     )
     shapes = (sum(lengths) + 9, 512), (128, 512), (4, 128, 512), (512,)
     x, a, to_values, bias = leaves = [draw.normal(*shape).requires_grad_() for shape in shapes]
-    for sums in (None, draw.normal(2, 2, x.shape[0]).float().square()):
+    for sums, spec in (
+        (None, pool_rows_spec.specs()[0]),
+        (draw.normal(2, 2, x.shape[0]).float().square(), hopper_pool_rows.specs()[0]),
+    ):
         if sums is not None:
             row_sums.leave(x, sums)
-        gradients(pool_rows.Implementation(pool_rows_spec.specs()[0], problem)(x, a, to_values, bias, draw.offsets(lengths)), leaves)
+        gradients(pool_rows.Implementation(spec, problem)(x, a, to_values, bias, draw.offsets(lengths)), leaves)
     return True
 
 
@@ -288,7 +292,7 @@ def beside() -> Iterator[Entry]:
     yield Entry("adamw", "triton", "with a copy and a scale, and without", adamw_update)
     for sizes in ((128, 192, 2, 24, 64), (17, 40, 1, 5, 9)):
         yield Entry("expert_tokens", "triton", f"{sizes[0]} tokens", partial(summed_experts, *sizes))
-    yield Entry("pool_rows", "triton", "samples without rows, and slack", pooled_rows)
+    yield Entry("pool_rows", "triton and hopper", "samples without rows, and slack", pooled_rows)
 
 
 def entries(wanted: list[str], impls: list[str]) -> Iterator[Entry]:

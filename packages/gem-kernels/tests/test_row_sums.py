@@ -90,7 +90,7 @@ def test_pooling_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         for name in ("SCORES", "SUMS"):
             monkeypatch.setattr(pool_rows, name, SMALL)
-        monkeypatch.setattr(pool_rows, "WEIGHTS", {"CHUNK": 2, "num_warps": 1})
+        monkeypatch.setattr(pool_rows, "FACTORS", {"BLOCK_M": 16, "CHUNK": 2, "num_warps": 1})
     lengths, c = (0, 5, 130, 1, 64, 0, 65), 512 if DEVICE == "cuda" else 128
     m = c // 4
     x, a = _rows(sum(lengths) + 9, c, 0.5), _rows(m, c) / 4

@@ -22,11 +22,13 @@ from gem_kernels.triton import dense
 from gem_kernels.triton import pool_rows as family
 from gem_kernels.triton.common.device import on_cpu
 from gem_kernels.triton.dense import norm_gdpa
+from gem_kernels.triton.hopper import pool_rows as hopper
 from gem_kernels.triton.pool_rows import spec as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 WIDE, HEADS, SEEDS = (512, 4, 32) if DEVICE == "cuda" else (128, 2, 16)
 LENGTHS = (0, 5, 130, 1, 64, 0, 65) if DEVICE == "cpu" else (0, 5, 1300, 1, 64, 0, 65, 700, 128)
 SMALL = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 1, "num_stages": 1}
@@ -38,8 +40,8 @@ def _where_it_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
         for name in ("SCORES", "SUMS", "DSCORES", "DROWS"):
             monkeypatch.setattr(kernels, name, SMALL)
-        monkeypatch.setattr(kernels, "WEIGHTS", {"CHUNK": 2, "num_warps": 1})
-    with nullcontext() if DEVICE == "cuda" else on_cpu(), dispatch.offering(*dense.specs(), *family.specs()):
+        monkeypatch.setattr(kernels, "FACTORS", {"BLOCK_M": 16, "CHUNK": 2, "num_warps": 1})
+    with nullcontext() if DEVICE == "cuda" else on_cpu(), dispatch.offering(*dense.specs(), *family.specs(), *hopper.specs()):
         yield
 
 
@@ -71,10 +73,17 @@ def test_as_the_projected_rows(slack: int, calls: int, monkeypatch: pytest.Monke
     s, rows = _rows(LENGTHS, slack)
     taken: list[str] = []
     run = kernels.launch
-    monkeypatch.setattr(kernels, "launch", lambda kernel, *args, **sizes: taken.append(kernel.fn.__name__) or run(kernel, *args, **sizes))
+
+    def noted(kernel: Any, *args: Any, **sizes: Any) -> None:
+        taken.append(kernel.fn.__name__)
+        run(kernel, *args, **sizes)
+
+    for launching in (kernels, hopper):
+        monkeypatch.setattr(launching, "launch", noted)
     tokens, grads = _step(module, s, rows)
-    passes = ("scores", "weights", "sums") * calls, ("delta", "dscores", "drows") * calls
-    assert taken == [f"pool_rows_{name}_kernel" for name in sum(passes, ())]
+    passes = ("scores", "factors", "weights", "sums") * calls, ("delta", "dscores", "drows") * calls
+    whole = HOPPER and calls == 1  # two calls have 64 rows of queries each, which the portable kernel takes
+    assert taken == [f"{'hopper_' if whole and name == 'drows' else ''}pool_rows_{name}_kernel" for name in sum(passes, ())]
     exact = _module().double()
     with monkeypatch.context() as usual:
         usual.setattr(pool_rows, "MANY_ROWS", 1 << 60)
@@ -99,8 +108,12 @@ def test_repeated_runs_agree() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a quarter of a million rows take a GPU")
-def test_many_rows_agree_with_projecting_and_from_run_to_run() -> None:
+@pytest.mark.parametrize("family", ["triton", "hopper"])
+def test_many_rows_agree_with_projecting_and_from_run_to_run(family: str) -> None:
     """Every output by itself, with as many tiles under way as in a training step."""
+    if family == "hopper" and not HOPPER:
+        pytest.skip("needs an sm_90 device")
+    backward = hopper.backward if family == "hopper" else kernels.backward
     lengths = torch.randint(0, 1000, (512,), generator=torch.Generator().manual_seed(2)).tolist()
     module = _module()
     s, rows = _rows(lengths, 7)
@@ -111,7 +124,7 @@ def test_many_rows_agree_with_projecting_and_from_run_to_run() -> None:
     def outputs() -> list[Tensor]:
         y, saved = kernels.forward(problem, s.detach(), a, rows.offsets)
         douts = dy, None, (y.flatten(1, 2), dy.flatten(1, 2), None)
-        return [y, *saved, *kernels.backward(problem, (s.detach(), a, rows.offsets, y, *saved), douts, (True, True))]
+        return [y, *saved, *backward(problem, (s.detach(), a, rows.offsets, y, *saved), douts, (True, True))]
 
     first, live = outputs(), sum(lengths)
     for _ in range(5):

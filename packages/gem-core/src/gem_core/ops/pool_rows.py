@@ -152,8 +152,8 @@ def _kept(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tens
     return y, (x.new_empty(x.shape[0], m), x.new_empty(x.shape[0], dtype=torch.float32))
 
 
-def _gradients(problem: Problem, saved: tuple[Tensor, ...], douts: Any, needs: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(saved[0]), torch.empty_like(saved[1])
+def _gradients(problem: Problem, saved: tuple[Tensor | None, ...], douts: Any, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else torch.empty_like(t) for t in saved[:2])
 
 
 _COUNTED = KernelSpec(OP, "counted", _kept, _gradients, lambda problem: YES, 0)

@@ -113,11 +113,12 @@ def norm_gdpa_stats_kernel(
         h = tl.arange(0, COLUMNS // D)
         tl.store(key_sums + h[None, :].to(tl.int64) * keys + i[:, None], s, mask=(i < keys)[:, None] & (h < H)[None, :])
     elif sums is not None:
-        i = (tl.program_id(0) - key_programs).to(tl.int64) * MANY + tl.arange(0, MANY)
-        end = tl.load(q_offsets + batch).to(tl.int64)
-        mu, variance = moments(sums, i, i < end, rows, H * D, PARTS)
-        tl.store(mean + i, mu, mask=i < rows)
-        tl.store(rstd + i, tl.where(i < end, tl.rsqrt(variance + eps), 0.0), mask=i < rows)
+        # names of their own, since Triton takes those of all branches for one value
+        many = (tl.program_id(0) - key_programs).to(tl.int64) * MANY + tl.arange(0, MANY)
+        there = many < tl.load(q_offsets + batch).to(tl.int64)
+        mean_of, variance = moments(sums, many, there, rows, H * D, PARTS)
+        tl.store(mean + many, mean_of, mask=many < rows)
+        tl.store(rstd + many, tl.where(there, tl.rsqrt(variance + eps), 0.0), mask=many < rows)
     else:
         row = _first_row(ROWS)
         i = row + tl.arange(0, ROWS)

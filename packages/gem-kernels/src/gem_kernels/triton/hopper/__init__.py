@@ -20,6 +20,6 @@ if TYPE_CHECKING:
 
 def specs() -> list[KernelSpec]:
     """The implementations of this family; triton is imported when one of them first runs."""
-    from gem_kernels.triton.hopper import add_linear, spec
+    from gem_kernels.triton.hopper import add_linear, pool_rows, spec
 
-    return [*spec.specs(), *add_linear.specs()]
+    return [*spec.specs(), *add_linear.specs(), *pool_rows.specs()]

@@ -1,6 +1,7 @@
 """Triton kernels of `pool_rows`: y = softmax(scale · a x̂ᵀ) x̂ of each sample, x̂ = r x with r = rstd of the row, and its gradients.
 
     scores    w before it is scaled, r [N], the tile's softmax sums      reads x              writes w [N, M]
+    factors   of a tile, from the sums of its sample's tiles
     weights   w = r P, P = softmax of scale · r (x aᵀ) over a sample     reads w              writes w, in place
     sums      y = wᵀ x, by blocks of columns                             reads w, x           writes y
     delta     delta = Σ y dy of each query of a sample                   reads the values that y became, and their gradients
@@ -94,18 +95,17 @@ def pool_rows_scores_kernel(
 
 
 @triton.jit
-def pool_rows_weights_kernel(
-    w, most, total, offsets, tiles, tile_count, M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+def pool_rows_factors_kernel(
+    most, total, offsets, tiles, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """w of a tile of rows, scaled by exp2(most of the tile − most of its sample) over the sample's sum; CHUNK tiles' sums at a time."""
-    sample, block, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
-    j = tl.arange(0, M)
-    weights = _load(w, i, live, j, M).to(tl.float32)
-    first, rows = _place(offsets, sample, BLOCK_N), tl.load(offsets + sample + 1) - tl.load(offsets + sample)
-    own = tl.load(most + (first + block) * M + j, (j < M) & inside, _LOW)
-    above = tl.full([M], _LOW, tl.float32)
-    whole = tl.zeros([M], tl.float32)
-    count = tl.where(inside, tl.cdiv(rows, BLOCK_N), 0)
+    """``total`` of a sample's tiles becomes exp2(most of the tile − most of the sample) over the sample's sum; CHUNK tiles at a time."""
+    PARTS: tl.constexpr = M // BLOCK_M
+    sample = tl.load(tiles + tl.program_id(0) // PARTS) >> 32
+    j = tl.program_id(0) % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = _place(offsets, sample, BLOCK_N)
+    count = tl.cdiv(tl.load(offsets + sample + 1) - tl.load(offsets + sample), BLOCK_N)
+    above = tl.full([BLOCK_M], _LOW, tl.float32)
+    whole = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, count, CHUNK):
         t = start + tl.arange(0, CHUNK)
         at, there = (first + t)[:, None] * M + j[None, :], (t < count)[:, None]
@@ -113,8 +113,21 @@ def pool_rows_weights_kernel(
         higher = tl.maximum(above, tl.max(tops, 0))
         whole = whole * tl.exp2(above - higher) + tl.sum(tl.load(total + at, there, 0.0) * tl.exp2(tops - higher[None, :]), 0)
         above = higher
-    scaled = weights * (tl.exp2(own - above) / tl.maximum(whole, 1.0))[None, :]  # the largest score's tile has a sum of 1 and more
-    tl.store(w + i[:, None] * M + j[None, :], scaled.to(w.dtype.element_ty), live[:, None])
+    for start in range(0, count, CHUNK):
+        t = start + tl.arange(0, CHUNK)
+        at, there = (first + t)[:, None] * M + j[None, :], (t < count)[:, None]
+        tops = tl.load(most + at, there, _LOW)
+        tl.store(total + at, tl.exp2(tops - above[None, :]) / whole[None, :], there)
+
+
+@triton.jit
+def pool_rows_weights_kernel(w, factors, offsets, tiles, tile_count, M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """w of a tile of rows, scaled by the tile's factors."""
+    sample, block, i, live, inside = _tile(tiles, tile_count, offsets, BLOCK_N)
+    j = tl.arange(0, M)
+    factor = tl.load(factors + (_place(offsets, sample, BLOCK_N) + block) * M + j, (j < M) & inside, 0.0)
+    weights = _load(w, i, live, j, M).to(tl.float32) * factor[None, :]
+    tl.store(w + i[:, None] * M + j[None, :], weights.to(w.dtype.element_ty), live[:, None])
 
 
 @triton.jit(do_not_specialize=["batch"])

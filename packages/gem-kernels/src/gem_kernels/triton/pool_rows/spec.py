@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from gem_kernels.triton.common.launch import launch
 PRIORITY = 50
 ROOMY = (9, 10)
 """NVIDIA's generations whose multiprocessors have the shared memory: 140 KiB for a program."""
-SCORES: dict[str, Any] = {"BLOCK_N": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 4}
-WEIGHTS: dict[str, Any] = {"CHUNK": 8, "num_warps": 8}
+SCORES: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 3}
+FACTORS: dict[str, Any] = {"BLOCK_M": 32, "CHUNK": 32, "num_warps": 4}
+WEIGHTS: dict[str, Any] = {"num_warps": 4}
 SUMS: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 128, "num_warps": 4, "num_stages": 3}
 DELTA_ROWS = 32
 DSCORES: dict[str, Any] = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 3}
@@ -61,16 +63,26 @@ def forward(problem: Problem, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Te
         sums = row_sums.found(x)
         run = {**sizes, "PARTS": 0 if sums is None else sums.shape[1], **SCORES}
         launch(kernels.pool_rows_scores_kernel, (tiles.bound,), x.device, x, a, sums, *listed, w, r, most, total, *scalars, **run)
-        launch(kernels.pool_rows_weights_kernel, (tiles.bound,), x.device, w, most, total, *listed, M=m, BLOCK_N=block, **WEIGHTS)
     if batch:
         samples = tile_list(batch, 1, x.device, rows=batch, length=1, work_offsets=offsets).tiles
+        if rows:
+            parts = m // min(m, FACTORS["BLOCK_M"])
+            split = {**FACTORS, "BLOCK_M": m // parts}
+            launch(kernels.pool_rows_factors_kernel, (batch * parts,), x.device, most, total, offsets, samples, M=m, BLOCK_N=block, **split)
+            launch(kernels.pool_rows_weights_kernel, (tiles.bound,), x.device, w, total, *listed, M=m, BLOCK_N=block, **WEIGHTS)
         parts = x.shape[1] // SUMS["BLOCK_C"]
         launch(kernels.pool_rows_sums_kernel, (batch * parts,), x.device, w, x, offsets, samples, y, batch, G=groups, **sizes, **SUMS)
     return y, (w, r)
 
 
-def backward(problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
-    """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``."""
+def backward(
+    problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Any, ...], needs: tuple[bool, ...],
+    rows_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and a. Workspace: the gradient of x̂, as large as x, and ``[N, M]``.
+
+    ``rows_gradient`` (e, w, a, dy, r, offsets, g) fills g in place of the kernel of the rows' gradient.
+    """
     from gem_kernels.triton.attention.schedule import tile_list
     from gem_kernels.triton.dense import norm, norm_gdpa
     from gem_kernels.triton.dense.support import weight_grad
@@ -89,12 +101,16 @@ def backward(problem: Problem, saved: tuple[Tensor, ...], douts: tuple[Any, ...]
         strides = (t.stride(i) for t in (o, do) for i in (1, 0))
         grid = (-(-batch * m // DELTA_ROWS),)
         launch(kernels.pool_rows_delta_kernel, grid, x.device, o, do, bias, delta, batch * m, o.shape[1], *strides, **widths)
-        for kernel, block, args, scalars in (
-            (kernels.pool_rows_dscores_kernel, DSCORES, (w, x, r), (dy, delta, e, batch, rows, problem.option("scale"))),
-            (kernels.pool_rows_drows_kernel, DROWS, (e, w, r), (a, dy, g, batch, rows)),
-        ):
+        passes: list[tuple[Any, ...]] = [
+            (kernels.pool_rows_dscores_kernel, DSCORES, (w, x, r), (dy, delta, e, batch, rows, problem.option("scale")))
+        ]
+        if rows_gradient is None:
+            passes.append((kernels.pool_rows_drows_kernel, DROWS, (e, w, r), (a, dy, g, batch, rows)))
+        for kernel, block, args, scalars in passes:
             tiles = tile_list(batch, block["BLOCK_N"], x.device, rows=rows, offsets=offsets)
             launch(kernel, (tiles.bound,), x.device, *args, offsets, tiles.tiles, tiles.count, *scalars, **sizes, **block)
+        if rows_gradient is not None:
+            rows_gradient(e, w, a, dy, r, offsets, g)
     late = meeting.late_with(beside)
     if late is not None and late.q.data_ptr() == x.data_ptr():
         dx = norm_gdpa.meet_late(late, r, g, None)

@@ -21,7 +21,8 @@ from gem_core.ops import dispatch, row_sums
 from gem_core.ops.contract import Problem
 from gem_core.ops.explain import problem_of
 from gem_kernels.triton import block, dense, jagged
-from gem_kernels.triton.common.launch import Compiled, compile_only
+from gem_kernels.triton.common.launch import Compiled, compile_only, launch
+from gem_kernels.triton.dense.norm_gdpa_kernels import norm_gdpa_stats_kernel
 from gem_kernels.triton.hopper import block as hopper_block
 from gem_kernels.triton.hopper import linear_norm as hopper_linear_norm
 from gem_kernels.triton.hopper import mlp as hopper_mlp
@@ -85,6 +86,7 @@ def main(arch: str, *labels: str) -> None:
         _compile_hopper_block()
         _compile_hopper_input_grad()
         _compile_pool_rows()
+        _compile_statistics()
 
 
 def _compile(arch: str, label: str, op: str, arguments: dict) -> None:
@@ -144,6 +146,17 @@ def _compile_pool_rows() -> None:
         pool_rows.backward(problem, (x, a, offsets, y, *saved), (torch.ones_like(y), None, (read, read, _t(512))), (True, True))
         hopper_pool_rows.rows_gradient(saved[0], saved[0], a, torch.ones_like(y), saved[1], offsets, x)
     _tell("pool_rows", done)
+
+
+def _compile_statistics() -> None:
+    """Of rows, and from sums over them."""
+    q, k, stats, sums = _t(256, 4, 128), _t(64, 4, 128), _t(256, dtype=torch.float32), _t(2, 2, 256, dtype=torch.float32)
+    shape = {"H": 4, "D": 128, "COLUMNS": 512, "ROWS": 8, "MANY": 512, "num_warps": 4}
+    with compile_only("sm_90") as done:
+        for given, parts in ((None, 0), (sums, 2)):
+            args = q, given, k, stats, stats, sums, lengths_to_offsets(torch.tensor([128, 128])), 2, 256, 64, 8, 1e-6, 512, 128, 512, 128
+            launch(norm_gdpa_stats_kernel, (9,), q.device, *args, PARTS=parts, **shape)
+    _tell("statistics of rows", done)
 
 
 def _tell(label: str, done: list[Compiled]) -> None:

@@ -2,6 +2,7 @@
 
 Implementations are `KernelSpec`s of the op "add_linear" whose forward takes the problem (dims K = in, N = out), ``residual [M, out]``,
 ``x [M, in]``, ``w [out, in]`` and ``b [out]``, all of one dtype, and gives (the sum ``[M, out]``, ()). Its gradients are plain products.
+They may leave the sums over the result's rows for the norm that reads it next (`gem_core.ops.row_sums`).
 """
 
 from __future__ import annotations

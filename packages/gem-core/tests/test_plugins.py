@@ -158,6 +158,11 @@ def faults() -> dict[str, tuple[str, str]]:
             good.replace("gem_callbacks(self)", "gem_callbacks(self, colour)"),
             r"its gem_callbacks\(\) asks for colour, which this hook is not given\n.*def gem_callbacks\(self\)",
         ),
+        "is a module whose function asks for itself": (
+            "from gem_core import hookimpl\n\ngem_api = 1\n\n\n@hookimpl\ndef gem_commands(self, app):\n    pass\n\n\n"
+            "import sys\n\nplugin = sys.modules[__name__]\n",
+            r"its gem_commands\(\) asks for self, which this hook is not given\n.*def gem_commands\(app\)",
+        ),
         "builds without the options": (
             good.replace("lambda config: None", "lambda: None"),
             r"build of its callback 'bell' cannot be called with \(config\): too many positional arguments\n.*CallbackSpec in gem_core",

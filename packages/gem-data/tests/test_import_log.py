@@ -310,8 +310,21 @@ def test_times_that_are_none_are_refused(tmp_path):
         clicks(tmp_path, times)
         (tmp_path / "out" / "log.parquet").unlink()
         (tmp_path / "out").rmdir()
-    with pytest.raises(DataError, match=r"(?s)inf is no time.*column 'at', row 1"):
-        clicks(tmp_path, [1.5, "inf", 2.5])
+    for wrong in ("inf", "-4e18"):
+        with pytest.raises(DataError, match=rf"(?s){wrong.replace('e', 'e.')} is no time.*column 'at', row 1"):
+            clicks(tmp_path, [1.5, wrong, 2.5])
+
+
+def test_filters_compare_numbers_as_they_are_written(tmp_path):
+    """Seconds with fractions are written as timestamps, of which 1760000010 would be one of 1970."""
+    (tmp_path / "a.csv").write_text("user,at,item\n" + "".join(f"u{i % 3},{1_760_000_000 + i}.25,{i}\n" for i in range(40)))
+    for rows, first in (("at >= 1760000010", 10), ("at > 1760000010.25", 11)):
+        out = tmp_path / str(first)
+        options = {"user": "user", "time": "at", "events": ["item"], "where": "at < 1760000020", "rows": rows}
+        written, _ = import_log([tmp_path / "a.csv"], out, **options)
+        found = pq.read_table(out / "log.parquet")
+        assert (written, found["item"].to_pylist()) == (40 - first, [*range(first, 40)])
+        assert found["history_item"].to_pylist() == [[*range(i % 3, min(i, 20), 3)] for i in range(first, 40)]
 
 
 @pytest.mark.parametrize("zone", ["", "Z"])

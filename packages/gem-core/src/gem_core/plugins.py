@@ -376,11 +376,13 @@ def _foreign_arguments(obj: Any, hooks: Iterable[str]) -> _Fault | None:
     """The fault of a hook that asks for arguments which its specification does not give."""
     for name in hooks:
         given = [word for word in inspect.signature(getattr(hookspecs.GemHooks, name)).parameters if word != "self"]
-        asked = [word for word in inspect.signature(getattr(obj, name)).parameters if word not in given]
+        hook = getattr(obj, name)
+        asked = [word for word in inspect.signature(hook).parameters if word not in given]
         if asked:
+            own = ["self"] if inspect.ismethod(hook) else []
             return _Fault(
                 f"its {name}() asks for {', '.join(asked)}, which this hook is not given",
-                f"write it as def {name}({', '.join(['self', *given])})",
+                f"write it as def {name}({', '.join([*own, *given])})",
             )
     return None
 

@@ -57,11 +57,11 @@ def import_log(
         which folders ``key=value`` are columns too; all have the same columns.
     :param time: timestamps, dates, or numbers since 1970; numbers with fractions are written as timestamps.
     :param events: columns of an event; ``history_NAME`` lists their values, ``history_TIME`` the times.
-    :param where: row filter: which rows become events of later histories (all).
+    :param where: row filter: which rows become events of later histories (all). Numbers are compared as they are in the log.
     :param rows: row filter: which rows are written, their histories made of all (all).
     :param text: columns of text files that are text, whatever they look like (zip codes).
-    :raises DataError: files that cannot be read or differ, a column that is not there, rows without user or time, times that are text or of
-        several units, a ``where`` or ``rows`` that no row matches.
+    :raises DataError: files that cannot be read or differ, a column that is not there, rows without user or time, times that are no
+        ISO text or of several units, a ``where`` or ``rows`` that no row matches.
     """
     check_free(out)
     parts = [part for path in paths for part in _read(path, text)]
@@ -85,16 +85,17 @@ def import_log(
     clash = sorted({PREFIX + name for name in (*events, time)} & set(table.column_names))
     if clash:
         raise DataError(f"the log has a column {clash[0]!r} already", where=_names(paths), fix="rename it, or leave it out")
+    table = _with_read_times(table, time, paths)
+    # before numbers become timestamps: a filter compares them as they are written
+    histories = None if where is None else _mask(table, where, paths, "--where", "all histories are empty")
+    written = None if rows is None else _mask(table, rows, paths, "--rows", "none would be written")
     table = _with_whole_times(table, time, paths)
     _check_units(_times(table, time, paths), time, paths)
-    table = table.take(pa.array(np.argsort(_times(table, time, paths), kind="stable")))
+    sort = np.argsort(_times(table, time, paths), kind="stable")
+    table = table.take(pa.array(sort))
     who = _complete(table, user, paths).dictionary_encode().indices.to_numpy().astype(np.int64)
     moments, when = np.unique(_times(table, time, paths), return_inverse=True)
-    order = np.arange(table.num_rows) if where is None else np.flatnonzero(_mask(table, where, paths))
-    if not order.size:
-        raise DataError(
-            f"no row matches {where!r}, so that all histories are empty", where=_names(paths), fix="mend --where, or leave it out"
-        )
+    order = np.arange(table.num_rows) if histories is None else np.flatnonzero(histories[sort])
     order = order[np.lexsort((when[order], who[order]))]
     # one number a (user, time), in the order of both: the events before a row are those of smaller numbers, down to the user's first
     key, first = who * moments.size + when, who * moments.size
@@ -105,15 +106,11 @@ def import_log(
     for name, values in made.items():
         schema = schema.append(pa.field(name, pa.list_(values.type)))
     schema = schema.with_metadata({**(schema.metadata or {}), USER: user.encode(), TIME: time.encode()})
-    if rows is not None:
-        chosen = np.flatnonzero(_mask(table, rows, paths))
-        if not chosen.size:
-            raise DataError(
-                f"no row matches {rows!r}, so that none would be written", where=_names(paths), fix="mend --rows, or leave it out"
-            )
+    if written is not None:
+        chosen = np.flatnonzero(written[sort])
         table, begins, ends = table.take(pa.array(chosen)), begins[chosen], ends[chosen]
-    written = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
-    return written, int((ends - begins).sum())
+    count = write_parquet(out / "log.parquet", schema, _with_histories(table, made, begins, ends, schema))
+    return count, int((ends - begins).sum())
 
 
 def _check_columns(parts: Sequence[tuple[Path, pa.Table]]) -> None:
@@ -169,7 +166,7 @@ def _read(path: Path, text: Sequence[str]) -> Iterator[tuple[Path, pa.Table]]:
 
 def _cure(path: Path, what: str) -> str:
     """What to do about what pyarrow says of a file."""
-    if "Empty" in what:
+    if what.startswith("Empty "):
         return "check what wrote it: it holds no line, not even the names of columns"
     if _form(path) == ".parquet":
         return "write or copy the file again"
@@ -271,27 +268,30 @@ def _times(table: pa.Table, name: str, paths: Sequence[Path]) -> Ints:
     )
 
 
-def _with_whole_times(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Table:
-    """Times that are written as 1760000000.25 or as ISO text become timestamps, and those as 1760000000.0 whole numbers."""
+def _with_read_times(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Table:
+    """Times that are written as ISO text become timestamps."""
     column = _complete(table, name, paths)
-    at = table.column_names.index(name)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
             with suppress(pa.ArrowInvalid):
-                return table.set_column(at, name, column.cast(kind))
+                return table.set_column(table.column_names.index(name), name, column.cast(kind))
+    return table
+
+
+def _with_whole_times(table: pa.Table, name: str, paths: Sequence[Path]) -> pa.Table:
+    """Times that are written as 1760000000.25 become timestamps, and those as 1760000000.0 whole numbers."""
+    column = _complete(table, name, paths)
     if not pa.types.is_floating(column.type) and not pa.types.is_decimal(column.type):
         return table
     numbers = column.cast(pa.float64()).to_numpy()
-    wrong = np.flatnonzero(~(np.abs(numbers) < 2.0**62))
+    whole = (numbers == np.rint(numbers)).all()
+    scaled = numbers if whole else numbers * (UNITS["us"] / UNITS[unit_of(numbers.max(initial=0))])
+    wrong = np.flatnonzero(~(np.abs(scaled) < 2.0**62))
     if wrong.size:
         where = f"{_names(paths)}, column {name!r}, row {wrong[0]}"
         raise DataError(f"{numbers[wrong[0]]} is no time", where=where, fix="mend the row, or remove it")
-    if (numbers == np.rint(numbers)).all():
-        times = pa.array(numbers.astype(np.int64))
-    else:
-        scale = UNITS["us"] / UNITS[unit_of(numbers.max(initial=0))]
-        times = pa.array(np.rint(numbers * scale).astype(np.int64)).cast(pa.timestamp("us"))
-    return table.set_column(at, name, times)
+    times = pa.array(np.rint(scaled).astype(np.int64))
+    return table.set_column(table.column_names.index(name), name, times if whole else times.cast(pa.timestamp("us")))
 
 
 def _check_units(times: Ints, name: str, paths: Sequence[Path]) -> None:
@@ -305,11 +305,17 @@ def _check_units(times: Ints, name: str, paths: Sequence[Path]) -> None:
         )
 
 
-def _mask(table: pa.Table, where: str, paths: Sequence[Path]) -> NDArray[np.bool_]:
-    chosen = Filter(where)
+def _mask(table: pa.Table, text: str, paths: Sequence[Path], option: str, otherwise: str) -> NDArray[np.bool_]:
+    """Rows ``[n]`` that the filter ``text`` of an option lets pass.
+
+    :raises DataError: none does.
+    """
+    chosen = Filter(text)
     for name in chosen.columns:
         _column(table, name, paths)
     mask: NDArray[np.bool_] = chosen.mask(table, _names(paths)).to_numpy(zero_copy_only=False)
+    if not mask.any():
+        raise DataError(f"no row matches {text!r}, so that {otherwise}", where=_names(paths), fix=f"mend {option}, or leave it out")
     return mask
 
 

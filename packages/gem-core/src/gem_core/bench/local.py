@@ -136,7 +136,9 @@ def check_step(parts: Parts, host: Batch) -> None:
     slope = (kept_of_more - kept) / (more - less)
     each = slope * (host.size + host.tokens) / host.size
     tables = parts.tables.table_set.tables if parts.tables is not None else ()  # type: ignore[attr-defined]
-    state = 16 * parts.dense_count + sum(4 * t.rows * (t.dim + 1) for t in tables) + max(0.0, kept - slope * less)
+    state = (
+        16 * parts.dense_count + sum(t.rows * (t.dim * (4 if t.dtype == "fp32" else 2) + 4) for t in tables) + max(0.0, kept - slope * less)
+    )
     if state + each * host.size <= room:
         return
     fits = int((room - state) / each)

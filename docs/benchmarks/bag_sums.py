@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from gem_core.bench.page import table
 from gem_core.train.runfolder import environment
-from gem_parallel.bench.report import table
 from gem_parallel.sparse import bag_sums as kernels
 from gem_parallel.sparse.engines import Engine, build_engine
 from gem_parallel.sparse.rowwise import Reads, RowwiseOptions

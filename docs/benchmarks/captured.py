@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.bench.page import write
 from gem_core.config import Config, load_config, resolve
 from gem_core.model.loss import batch_total
 from gem_core.ops import use_policy
@@ -173,10 +174,7 @@ def main() -> None:
         **{key: told[key] for key in ("device", "versions", "commit")},
         "command": shlex.join(["python", "docs/benchmarks/captured.py", *sys.argv[1:]]),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"train-{args.preset}-captured"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page(result))
+    write(args.out, f"train-{args.preset}-captured", result, page(result))
     print(page(result), flush=True)
 
 

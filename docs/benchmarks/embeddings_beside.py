@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from gem_core.bench.page import table
 from gem_core.train.runfolder import environment
-from gem_parallel.bench.report import table
 from gem_parallel.collectives import few_sms
 
 PRODUCTS, LAYERS, PIECES = 72, 24, 24

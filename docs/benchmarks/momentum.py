@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gem_core.bench.page import table
 from gem_core.config import load_config
 from gem_core.train.runfolder import environment
 from gem_core.train.trainer import Trainer
-from gem_parallel.bench.report import table
 
 TWO = ("parallel.dense=ddp", "parallel.sparse=gem-2d", "parallel.model=1", "parallel.replica=2")
 ROWS = {

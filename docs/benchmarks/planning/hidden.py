@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gem_parallel.bench.report import table
+from gem_core.bench.page import table
 from gem_parallel.plan.activations import Saved
 from gem_parallel.plan.candidates import Sparse
 from gem_parallel.plan.cluster import Cluster, load_cluster

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from gem_core.bench.local import measure
+from gem_core.bench.page import table
 from gem_core.config import load_config
-from gem_parallel.bench.report import table
 
 POINTS: dict[int, tuple[str, ...]] = {
     512: ('model.preset="base"', "data.batch_size=512"),

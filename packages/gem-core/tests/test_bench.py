@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from gem_core.bench import ceilings, ladder, local, overheads, step
+from gem_core.bench import ceilings, ladder, local, overheads, page, step
 from gem_core.bench.checkpoint import costs
 from gem_core.cli import main
 from gem_core.config import config_from_dict, resolve
@@ -302,3 +302,17 @@ def test_a_ladder_of_which_no_row_ran_is_a_failure(tmp_path, capsys):
     assert "no row was measured" in capsys.readouterr().err
     (row,) = json.loads((tmp_path / "train-tiny.json").read_text())["rows"]
     assert "only CUDA devices" in row["error"]
+
+
+def test_a_result_and_its_page_are_left_beside_each_other(tmp_path):
+    result = {"device": "G", "versions": {"torch": "2", "python": "3"}, "rows": [{"a": 1.23456, "b": None}, {"a": 12345.6, "c": "x"}]}
+    text = page.table(result["rows"])
+    assert text.splitlines() == [
+        "| a       | b | c |",
+        "|---------|---|---|",
+        "| 1.23    |   |   |",
+        "| 12345.6 |   | x |",
+    ]
+    page.write(tmp_path / "new", "found", result, page.machine(result) + "\n")
+    assert json.loads((tmp_path / "new" / "found.json").read_text()) == result
+    assert (tmp_path / "new" / "found.md").read_text() == "G; torch 2, python 3\n"

@@ -10,7 +10,6 @@ first one after the writer has ended, less that of as many steps that no checkpo
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import statistics
@@ -22,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import gem_core.train
-from gem_core.bench import of_preset
+from gem_core.bench import of_preset, page
 from gem_core.config import Config, load_config
 from gem_core.errors import GemError, RunError
 from gem_core.train.contract import Callback, RunInfo
@@ -127,12 +126,9 @@ def table(result: Mapping[str, Any]) -> str:
 
 def write(result: Mapping[str, Any], out: Path, preset: str) -> None:
     """``checkpoint-<preset>.json`` and ``.md`` in ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"checkpoint-{preset}.json").write_text(json.dumps(result, indent=1) + "\n")
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     head = (
         f"# Checkpoints of `{preset}` behind training's back\n\n`{result['command']}`, commit {str(result['commit'])[:9]}\n\n"
-        f"{result['device']}; {versions}; seed {result['seed']}; checkpoints into {result['medium']}. Parameters: "
+        f"{page.machine(result)}; seed {result['seed']}; checkpoints into {result['medium']}. Parameters: "
         f"{result['parameters']['dense']:,} dense, {result['parameters']['sparse']:,} in tables. A step that no checkpoint touches: "
         f"{result['step_ms']:.1f} ms (standard error {result['step_ms_error']:.2f}, {result['steps_alone']} steps).\n\n"
     )
@@ -140,7 +136,7 @@ def write(result: Mapping[str, Any], out: Path, preset: str) -> None:
         "\nStall: training stands still while the state is copied to pinned memory. Lost: stall and slower steps together, until the "
         "checkpoint is published; its share is for one checkpoint a minute.\n"
     )
-    (out / f"checkpoint-{preset}.md").write_text(head + table(result) + text)
+    page.write(out, f"checkpoint-{preset}", result, head + table(result) + text)
 
 
 def main() -> None:

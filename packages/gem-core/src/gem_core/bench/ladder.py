@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gem_core.bench import page
 from gem_core.config import load_config
 from gem_core.errors import ConfigError, RunError
 from gem_core.hookspecs import LadderSpec
@@ -276,12 +277,9 @@ def picture(records: Sequence[dict[str, Any]]) -> str:
 def _write(
     out: Path, preset: str, ladder: str, records: Sequence[dict[str, Any]], overrides: Sequence[str], columns: Sequence[str]
 ) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     name = f"train-{preset}" + ("" if ladder == "efficiency" else f"-{ladder}")
-    (out / f"{name}.json").write_text(json.dumps({"ladder": ladder, "overrides": list(overrides), "rows": list(records)}, indent=1) + "\n")
     first = next((r for r in records if "error" not in r), {})
-    versions = ", ".join(f"{k} {v}" for k, v in first.get("versions", {}).items())
-    machine = f"{first.get('device', '')}; {versions}; seed 0, random log of the preset."
+    machine = f"{page.machine(first)}; seed 0, random log of the preset."
     header = [machine, "FLOPs are those of real events; times are medians of 5-step windows."]
     if any(r.get("check") for r in records):
         header.append(
@@ -289,6 +287,7 @@ def _write(
             f"norm: {NOISE['grad_norm']:.0%}; quantised rows {QUANTISED['loss']:.0%} and {QUANTISED['grad_norm']:.0%}); padded rows, whose "
             "padding is computed, on histories that are equally long."
         )
-    (out / f"{name}.md").write_text(markdown(f"Training step of `{preset}`", records, header, columns))
+    result = {"ladder": ladder, "overrides": list(overrides), "rows": list(records)}
+    page.write(out, name, result, markdown(f"Training step of `{preset}`", records, header, columns))
     if columns != COLUMNS:
         (out / f"{name}.svg").write_text(picture(records))

@@ -14,7 +14,6 @@ bits that is written, the gradient has 16 bits too).
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.batch import Batch
+from gem_core.bench import page
 from gem_core.bench.ceilings import ceilings, seconds
 from gem_core.bench.step import repeated
 from gem_core.config import Config, resolve
@@ -223,10 +223,7 @@ def table(result: dict[str, Any]) -> str:
 
 def write(result: dict[str, Any], out: Path, preset: str) -> None:
     """``local-<preset>.json`` and ``.md`` in ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"local-{preset}.json").write_text(json.dumps(result, indent=1) + "\n")
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    head = f"# Parts of `{preset}` alone\n\n{result['device']}; {versions}; {result['samples']} samples, {result['tokens']} events; "
+    head = f"# Parts of `{preset}` alone\n\n{page.machine(result)}; {result['samples']} samples, {result['tokens']} events; "
     head += f"matrix product {result['gemm_tflops']:.0f} TFLOP/s (the best one {result['best_gemm_tflops']:.0f}), "
     head += f"copy {result['copy_tb_per_s']:.2f} TB/s in this run.\n\n"
     launched = ", ".join(p["part"] for p in result["parts"] if not p["replayed"])
@@ -234,7 +231,7 @@ def write(result: dict[str, Any], out: Path, preset: str) -> None:
     tail += f"{'captured' if result['captured'] else 'not captured'}; with the rate of the best product the floors are "
     tail += f"{result['step_floor_share_at_best']:.0%} of it. Floors are made with the FLOPs that a part needs at least, MFU with "
     tail += f"those of its definition, with which the floors would be {result['step_floor_share_by_definition']:.0%} of the step.\n"
-    (out / f"local-{preset}.md").write_text(head + table(result) + tail)
+    page.write(out, f"local-{preset}", result, head + table(result) + tail)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ and logs cost, ``fed`` over ``logged`` what data cost.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from gem_core.bench import page
 from gem_core.config import Config, load_config
 from gem_core.errors import GemError, RunError
 from gem_core.train.contract import Callback, RunInfo
@@ -172,17 +172,14 @@ def table(result: Mapping[str, Any]) -> str:
 
 def write(result: Mapping[str, Any], out: Path, name: str) -> None:
     """``train-<name>-overheads.json`` and ``.md`` in ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"train-{name}-overheads.json").write_text(json.dumps(result, indent=1) + "\n")
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     windows = len(result["seconds"]["bare"])
     head = (
         f"# Beside a training step of `{name}`\n\n`{result['command']}`, commit {str(result['commit'])[:9]}\n\n"
-        f"{result['device']}; {versions}; seed {result['seed']}. A step alone: {result['step_ms']:.1f} ms. {windows} rounds; in each "
+        f"{page.machine(result)}; seed {result['seed']}. A step alone: {result['step_ms']:.1f} ms. {windows} rounds; in each "
         "the same batches: as the source delivers them, then from memory with the trainer's metrics and logs (every 10 steps) and by "
         "the step alone.\n\n"
     )
-    (out / f"train-{name}-overheads.md").write_text(head + table(result))
+    page.write(out, f"train-{name}-overheads", result, head + table(result))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gem_core.bench.page import table
 from gem_core.config import Config, load_config, resolve
 from gem_core.model.loss import batch_total, task_loss
 from gem_core.ops import use_policy
@@ -35,7 +36,6 @@ from gem_core.train.measure import Meter, peak
 from gem_core.train.runfolder import environment
 from gem_core.train.runtime import runtime
 from gem_core.train.step import TrainStep
-from gem_parallel.bench.report import table
 from gem_parallel.plan.activations import regions
 from gem_parallel.plan.budget import choose
 from gem_parallel.recompute import recompute

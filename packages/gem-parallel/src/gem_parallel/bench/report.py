@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from gem_core.bench import page
 
 
 def environment(module: str, **more: Any) -> dict[str, Any]:
@@ -44,23 +44,8 @@ def _output(command: list[str]) -> str | None:
         return None
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of all columns that some row has."""
-    columns = list(dict.fromkeys(c for row in rows for c in row))
-    cells = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(line, widths)) + " |" for line in cells]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
-
-
 def write(folder: Path, name: str, data: dict[str, Any]) -> None:
     """``NAME.json`` and ``NAME.md``; tables of ``data`` are its lists of dicts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(data, indent=1, default=str) + "\n")
     head = "\n".join(f"- {k}: {v}" for k, v in data["environment"].items())
-    parts = [f"## {key}\n\n{table(rows)}" for key, rows in data.items() if isinstance(rows, list) and rows]
-    (folder / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n" + "\n\n".join(parts) + "\n")
+    parts = [f"## {key}\n\n{page.table(rows)}" for key, rows in data.items() if isinstance(rows, list) and rows]
+    page.write(folder, name, data, f"# {name}\n\n{head}\n\n" + "\n\n".join(parts) + "\n")

@@ -9,7 +9,6 @@ waiting, are timed after the rounds, and so are the forward passes that a compar
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gem_core.bench import page
 from gem_core.config import config_from_dict, resolve
 from gem_core.config.load import plain
 from gem_core.config.schema import Config
@@ -237,7 +237,5 @@ def markdown(result: Mapping[str, Any], command: str) -> str:
 
 def write(result: Mapping[str, Any], folder: Path, name: str, command: str) -> None:
     """``precision-step-<name>.json`` and ``.md``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"precision-step-{name}"
-    stem.with_suffix(".json").write_text(json.dumps({**result, "command": command}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(f"# A training step of `{name}` in bf16 and {result['recipe']}\n\n" + markdown(result, command))
+    title = f"# A training step of `{name}` in bf16 and {result['recipe']}\n\n"
+    page.write(folder, f"precision-step-{name}", {**result, "command": command}, title + markdown(result, command))

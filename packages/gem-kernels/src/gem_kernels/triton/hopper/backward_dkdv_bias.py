@@ -15,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.hopper.bias_codes import (
     UNIT,
-    add_entries,
+    biased_columns,
     codes_of,
-    column_entries,
     lane_entry,
     load_codes,
     prefetch_codes,
@@ -25,7 +24,7 @@ from gem_kernels.triton.hopper.bias_codes import (
     query_blocks,
     read_entry,
 )
-from gem_kernels.triton.hopper.common import fill_rows, folded_value_and_slope, load_box, make_barriers, pass_over_rows, store_box
+from gem_kernels.triton.hopper.common import alive, fill_rows, folded_value_and_slope, load_box, make_barriers, pass_over_rows, store_box
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -152,14 +151,16 @@ def _consumer(
                 if LANES:
                     entry = lane_entry(table_t, edges, gl.SliceLayout(1, s_layout)) / scale
                 step = pass_over_rows(begin - first, step, q_full, q_empty, STAGES)
-                s = column_entries(j, begin * 64 + shift, h, pairs_p, radius, s_layout)
-                s = add_entries(s, load_codes(units + begin * UNIT, s_layout), table_t, entry, 1 / scale, LANES)
+                code = load_codes(units + begin * UNIT, s_layout)
+                s = biased_columns(code, j, begin * 64 + shift, h, pairs_p, radius, table_t, entry, 1 / scale, LANES)
                 for x in range(begin, end):
                     m0 = x * 64
                     stage = step % STAGES
                     dp = gl.full([64, 64], 0.0, gl.float32, s_layout)
                     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
-                    s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, is_async=True)
+                    # In each step anew: descriptors of these tiles would be kept for all steps, on the stack.
+                    held = alive(2 * slot + WHO)
+                    s = warpgroup_mma(k_slots.index(held), q_slots.index(stage).permute((1, 0)), s, is_async=True)
                     i = m0 + gl.arange(0, 64, layout=column_layout)
                     p = gl.minimum(i + shift, h)
                     p_min = gl.minimum(m0 + shift, h)
@@ -176,17 +177,17 @@ def _consumer(
                             seen = j[:, None] <= p[None, :]
                             prob = gl.where(seen, prob, 0.0)
                             slope = gl.where(seen, slope, 0.0)
-                    dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+                    dp = warpgroup_mma(v_slots.index(held), do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
                     p16 = gl.convert_layout(prob.to(dtype), p_layout, assert_trivial=True)
                     dv_acc = warpgroup_mma(p16, do_slots.index(stage), dv_acc, is_async=True)
                     dp = warpgroup_mma_wait(1, deps=(dp,))
                     if SOFTMAX:
                         dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
                     ds16 = gl.convert_layout((slope * dp).to(dtype), p_layout, assert_trivial=True)
-                    dk_acc = warpgroup_mma(ds16, q_slots.index(stage), dk_acc, is_async=True)
                     # Of the next tile; past the last one in vain.
-                    s = column_entries(j, m0 + 64 + shift, h, pairs_p, radius, s_layout)
-                    s = add_entries(s, load_codes(units + (x + 1) * UNIT, s_layout), table_t, entry, 1 / scale, LANES)
+                    code = load_codes(units + (x + 1) * UNIT, s_layout)
+                    dk_acc = warpgroup_mma(ds16, q_slots.index(stage), dk_acc, is_async=True)
+                    s = biased_columns(code, j, m0 + 64 + shift, h, pairs_p, radius, table_t, entry, 1 / scale, LANES)
                     dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
                     mbarrier.arrive(q_empty.index(stage), count=1)
                     step += 1

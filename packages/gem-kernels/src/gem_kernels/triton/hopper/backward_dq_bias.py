@@ -24,8 +24,8 @@ from gem_kernels.triton.attention.activations import activate_with_slope
 from gem_kernels.triton.attention.bias import count_edges, own_bucket
 from gem_kernels.triton.hopper.bias_codes import (
     UNIT,
-    add_entries,
     add_to_bins,
+    biased_rows,
     codes_of,
     give,
     key_blocks,
@@ -34,10 +34,10 @@ from gem_kernels.triton.hopper.bias_codes import (
     prefetch_codes,
     prefetch_entry,
     read_entry,
-    row_entries,
     take,
 )
 from gem_kernels.triton.hopper.common import (
+    alive,
     fill_rows,
     folded_value_and_slope,
     load_box,
@@ -121,7 +121,7 @@ def _give_bins(bins, buckets, rows, width):
             }
             """
         gl.inline_asm_elementwise(
-            asm, "=r,r,l,r", [own + (b ^ (b >> 1)) * (4 * _THREADS), (rows + b).to(gl.int64), width], dtype=gl.int32, is_pure=False, pack=1
+            asm, "=r,r,l,r", [own + b * (4 * _THREADS), (rows + b).to(gl.int64), width], dtype=gl.int32, is_pure=False, pack=1
         )
 
 
@@ -180,12 +180,11 @@ def _storer(dq, table, total, q_slots, q_empty, done, H: gl.constexpr, D: gl.con
 
 @gluon.jit
 def _biased_scores(
-    code, q_tile, k_slots, k_full, step, n0, p, pairs_p, table_t, entry, radius, gain, STAGES: gl.constexpr, LANES: gl.constexpr,
+    code, q_tile, k_slots, k_full, step, n0, p, straight, pairs_p, table_t, entry, radius, gain,
+    STAGES: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
     """S of the tile of a step under way, added to the bias."""
-    layout: gl.constexpr = code.type.layout
-    s = row_entries(p, n0, pairs_p, radius, layout)
-    s = add_entries(s, code, table_t, entry, gain, LANES)
+    s = biased_rows(code, p, n0, straight, pairs_p, radius, table_t, entry, gain, LANES, True)
     stage = step % STAGES
     mbarrier.wait(k_full.index(stage), step // STAGES & 1)
     return warpgroup_mma(q_tile, k_slots.index(stage).permute((1, 0)), s, is_async=True)
@@ -220,8 +219,8 @@ def _sum_tables(
 
 @gluon.jit
 def _add_tile(
-    s, acc, units, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty, given, ds_full, ds_empty, step, count, n0,
-    p, p_min, h, pairs_p, table_t, entry, act_id, lse_i, delta_i, radius, scale,
+    s, acc, units, q_slots, do_slots, held, k_slots, v_slots, k_full, k_empty, v_full, v_empty, given, ds_full, ds_empty, step, count, n0,
+    p, p_min, straight, h, pairs_p, table_t, entry, act_id, lse_i, delta_i, radius, scale,
     SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, AHEAD: gl.constexpr, LANES: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
@@ -231,6 +230,10 @@ def _add_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, acc.shape[1], 16])
     stage = step % STAGES
     phase = step // STAGES & 1
+    # In each step anew: descriptors of these tiles would be kept for all steps, on the stack.
+    held = alive(held)
+    q_tile = q_slots.index(held)
+    do_tile = do_slots.index(held)
     if NEXT:
         code = load_codes(units + gl.maximum(n0 // 64 - 1, 0) * UNIT, s_layout)
     if AHEAD:
@@ -268,12 +271,12 @@ def _add_tile(
     if NEXT:
         if AHEAD:
             s = _biased_scores(
-                code, q_tile, k_slots, k_full, step + 1, n0 - 64, p, pairs_p, table_t, entry, radius, 1 / scale, STAGES, LANES
-            )
+                code, q_tile, k_slots, k_full, step + 1, n0 - 64, p, straight, pairs_p, table_t, entry, radius, 1 / scale,
+                STAGES, LANES,
+            )  # fmt: skip
             acc = warpgroup_mma_wait(1, deps=(acc,))
         else:
-            s = row_entries(p, n0 - 64, pairs_p, radius, s_layout)
-            s = add_entries(s, code, table_t, entry, 1 / scale, LANES)
+            s = biased_rows(code, p, n0 - 64, straight, pairs_p, radius, table_t, entry, 1 / scale, LANES, True)
             # A border that the look-ups are not moved across.
             mbarrier.wait(k_full.index(stage), phase)
             acc, s = warpgroup_mma_wait(0, deps=(acc, s))
@@ -334,8 +337,8 @@ def _consumer(
     stride_on, stride_oh, stride_p, stride_t, stride_kn, stride_kh,
     WHO: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr,
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr,
-    TIME_STEPS: gl.constexpr, PAD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, LANES: gl.constexpr,
-    FETCH: gl.constexpr,
+    TIME_STEPS: gl.constexpr, PAD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
+    LANES: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -374,6 +377,7 @@ def _consumer(
                 act_id = gl.load(act_ids + head)
             i = own + gl.arange(0, 64, layout=row_layout)
             p = gl.minimum(i + shift, h)
+            straight = (own + 63 + shift <= h).to(gl.int32)
             units = codes_of(codes, table, item, H, WHO)
             lse_i = 0.0
             o_rows = 0.0
@@ -391,11 +395,11 @@ def _consumer(
                 if AHEAD:
                     mbarrier.wait(q_full.index(slot), tile // HELD & 1)
                     s = _biased_scores(
-                        code, q_tile, k_slots, k_full, step, (end - 1) * 64, p, pairs_p, table_t, entry, radius, 1 / scale, STAGES, LANES
+                        code, q_tile, k_slots, k_full, step, (end - 1) * 64, p, straight, pairs_p, table_t, entry, radius,
+                        1 / scale, STAGES, LANES,
                     )  # fmt: skip
                 else:
-                    s = row_entries(p, (end - 1) * 64, pairs_p, radius, s_layout)
-                    s = add_entries(s, code, table_t, entry, 1 / scale, LANES)
+                    s = biased_rows(code, p, (end - 1) * 64, straight, pairs_p, radius, table_t, entry, 1 / scale, LANES, True)
                     mbarrier.wait(q_full.index(slot), tile // HELD & 1)
                 lse_x = lse_i
                 delta_x = delta_i
@@ -403,18 +407,18 @@ def _consumer(
                     lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
                 for x in range(end - 1 if AHEAD else end):
                     s, acc = _add_tile(
-                        s, acc, units, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        s, acc, units, q_slots, do_slots, 2 * slot + WHO, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                         given + WHO * (16384 if SOFTMAX else 8192), ds_full.index(WHO), ds_empty.index(WHO), step, count,
-                        (end - 1 - x) * 64, p, p_min, h, pairs_p, table_t, entry, act_id, lse_x, delta_x, radius, scale,
+                        (end - 1 - x) * 64, p, p_min, straight, h, pairs_p, table_t, entry, act_id, lse_x, delta_x, radius, scale,
                         SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, AHEAD, LANES, True,
                     )  # fmt: skip
                     step += 1
                     count += 1
                 if AHEAD:
                     _s, acc = _add_tile(
-                        s, acc, units, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                        s, acc, units, q_slots, do_slots, 2 * slot + WHO, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                         given + WHO * (16384 if SOFTMAX else 8192), ds_full.index(WHO), ds_empty.index(WHO), step, count, end * 0,
-                        p, p_min, h, pairs_p, table_t, entry, act_id, lse_x, delta_x, radius, scale,
+                        p, p_min, straight, h, pairs_p, table_t, entry, act_id, lse_x, delta_x, radius, scale,
                         SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, AHEAD, LANES, False,
                     )  # fmt: skip
                     step += 1

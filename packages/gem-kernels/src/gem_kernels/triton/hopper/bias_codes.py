@@ -7,8 +7,11 @@ the columns that it sees, one after the other, from unit ``entry[7]`` on:
     rows 128 b ..   | units of columns c, c + 64, c + 128, ...        causal: as many as the tile sees, `bias_table_kernel`
 
 The passes add the entry of a code with a shuffle where a table of up to 32 buckets is held by the lanes of a warp, and from memory
-otherwise. Tiles whose pairs have few buckets are compared with the edges between them, others look a pair's cell up, and those with times
-that do not fit in 32 bits or several edges in a cell search (`gem_kernels.triton.attention.bias_tables`).
+otherwise. dQ and the summing warps beside it read another form (MASKS): where a warp's 16 rows and 64 columns have at most four buckets,
+which four in five do, the block holds for each edge between them a bit a pair, whether its times are that far apart.
+
+A warp with up to four buckets compares its pairs with the edges between them, others look a pair's cell up, and tiles with times that do
+not fit in 32 bits or several edges in a cell search (`gem_kernels.triton.attention.bias_tables`).
 
 The work list is ``table [tiles, 8]`` int32: first query row, query rows, first key row, history keys h, first row within the sample,
 shift (position less row), candidates, first unit.
@@ -29,20 +32,20 @@ from gem_kernels.triton.hopper.common import prefetch
 
 UNIT = gl.constexpr(8192)
 _LOAD, _LOAD_TYPES = (gl.constexpr(x) for x in bias_ptx.load_codes())
-_STORE, _STORE_TYPES = (gl.constexpr(x) for x in bias_ptx.store_codes(False))
-_STORE_GRAY, _STORE_GRAY_TYPES = (gl.constexpr(x) for x in bias_ptx.store_codes(True))
-_BY_CELL, _BY_CELL_TYPES = (gl.constexpr(x) for x in bias_ptx.count_by_cell())
-_REACHED = gl.constexpr([[bias_ptx.count_reached(later, edges) for edges in (1, 3)] for later in (True, False)])
+_STORE, _STORE_TYPES = (gl.constexpr(x) for x in bias_ptx.store_codes())
+# By whether rows are keys, and whether a byte a pair.
+_FIND = gl.constexpr([[bias_ptx.find_codes(not keys, masks, CELLS.value, FIRST_CELL.value) for masks in (False, True)] for keys in (0, 1)])
+_BIASED = gl.constexpr(
+    [[bias_ptx.biased(lanes, bool(keys), masks) for lanes, masks in ((False, False), (True, False), (True, True))] for keys in (0, 1)]
+)
 _FROM_LANES, _FROM_LANES_TYPES = (gl.constexpr(x) for x in bias_ptx.add_entries(True))
 _FROM_MEMORY, _FROM_MEMORY_TYPES = (gl.constexpr(x) for x in bias_ptx.add_entries(False))
+_ROWS, _ROWS_TYPES = (gl.constexpr(x) for x in bias_ptx.row_entries())
 _BINS, _BINS_TYPES = (gl.constexpr(x) for x in bias_ptx.add_to_bins())
 _GIVE, _GIVE_TYPES = (gl.constexpr(x) for x in bias_ptx.give(False))
 _GIVE_WIDE = gl.constexpr(bias_ptx.give(True)[0])
 _TAKE, _TAKE_TYPES = (gl.constexpr(x) for x in bias_ptx.take(False))
 _TAKE_WIDE = gl.constexpr(bias_ptx.take(True)[0])
-_ROWS, _ROWS_TYPES = (gl.constexpr(x) for x in bias_ptx.row_entries())
-_COLUMNS, _COLUMNS_TYPES = (gl.constexpr(x) for x in bias_ptx.column_entries(False))
-_CUT_COLUMNS, _CUT_COLUMNS_TYPES = (gl.constexpr(x) for x in bias_ptx.column_entries(True))
 
 
 @triton.jit
@@ -170,19 +173,12 @@ def load_codes(at, like: gl.constexpr):
 
 @gluon.jit
 def lane_entry(table, edges, layout: gl.constexpr):
-    """Of a table of up to 32 entries the one whose code is the lane's number, as every element ``[64]``."""
+    """Of a table of up to 32 entries the one that has the lane's number, as every element ``[64]``."""
     asm: gl.constexpr = """
         {
         .reg .b32 l;
         .reg .b64 a;
-        .reg .b32 x;
         mov.u32 l, %laneid;
-        shr.u32 x, l, 1;
-        xor.b32 l, l, x;
-        shr.u32 x, l, 2;
-        xor.b32 l, l, x;
-        shr.u32 x, l, 4;
-        xor.b32 l, l, x;
         min.u32 l, l, $2;
         mad.wide.u32 a, l, 4, $1;
         ld.global.nc.f32 $0, [a];
@@ -192,6 +188,45 @@ def lane_entry(table, edges, layout: gl.constexpr):
     return gl.inline_asm_elementwise(
         asm, "=f,l,r", [table.to(gl.int64, bitcast=True) + zero, edges + zero.to(gl.int32)], dtype=gl.float32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def biased_rows(code, p, n0, straight, pairs, radius, table, entry, gain, LANES: gl.constexpr, MASKS: gl.constexpr):
+    """The bias ``[64, 64]`` over the scale of the scores, of keys from n0 on and rows at positions ``p [64]``, with ``straight`` one after
+    the other: entries of the position table, and of the time's ``table`` times ``gain``, with LANES of `lane_entry`, times gain."""
+    like = gl.full([64, 64], 0, gl.int32, code.type.layout)
+    distance = gl.maximum(gl.minimum(n0 - p, radius + 8), -radius - 64)[:, None] + like
+    at = (pairs + 2 * radius).to(gl.int64, bitcast=True)
+    asm: gl.constexpr = _BIASED[0][LANES + MASKS][0]
+    types: gl.constexpr = _BIASED[0][LANES + MASKS][1]
+    if LANES:
+        s = gl.inline_asm_elementwise(asm, types, [code, distance, straight, at, entry[:, None]], dtype=gl.float32, is_pure=False, pack=32)
+    else:
+        where = table.to(gl.int64, bitcast=True)
+        s = gl.inline_asm_elementwise(asm, types, [code, distance, straight, at, where, gain], dtype=gl.float32, is_pure=False, pack=32)
+    return s
+
+
+@gluon.jit
+def biased_columns(code, j, first, h, pairs, radius, table, entry, gain, LANES: gl.constexpr):
+    """`biased_rows` of a tile whose rows are keys ``j [64]``, and whose columns are at positions from ``first`` on up to h."""
+    like = gl.full([64, 64], 0, gl.int32, code.type.layout)
+    distance = gl.maximum(gl.minimum(j - first, radius + 64), -radius - 8)[:, None] + like
+    least = gl.maximum(j - h, -radius)[:, None] + like
+    straight = (first + 63 <= h).to(gl.int32)
+    at = (pairs + 2 * radius).to(gl.int64, bitcast=True)
+    asm: gl.constexpr = _BIASED[1][LANES][0]
+    types: gl.constexpr = _BIASED[1][LANES][1]
+    if LANES:
+        s = gl.inline_asm_elementwise(
+            asm, types, [code, distance, straight, at, entry[:, None], least], dtype=gl.float32, is_pure=False, pack=32
+        )  # fmt: skip
+    else:
+        where = table.to(gl.int64, bitcast=True)
+        s = gl.inline_asm_elementwise(
+            asm, types, [code, distance, straight, at, where, gain, least], dtype=gl.float32, is_pure=False, pack=32
+        )  # fmt: skip
+    return s
 
 
 @gluon.jit
@@ -214,20 +249,6 @@ def row_entries(p, n0, pairs, radius, layout: gl.constexpr):
     distance = gl.maximum(gl.minimum((n0 + column // 64 * 64)[None, :] - p[:, None], radius), -radius - 64)
     at = (pairs + 2 * radius).to(gl.int64, bitcast=True)
     return gl.inline_asm_elementwise(_ROWS, _ROWS_TYPES, [distance, at], dtype=gl.float32, is_pure=True, pack=32)
-
-
-@gluon.jit
-def column_entries(j, first, h, pairs, radius, layout: gl.constexpr):
-    """`row_entries` of a tile whose rows are keys ``j [64]``, and whose columns are at positions from ``first`` on up to h."""
-    like = gl.full([64, 64], 0, gl.int32, layout)
-    distance = gl.maximum(gl.minimum(j - first, radius + 64), -radius)[:, None] + like
-    at = (pairs + 2 * radius).to(gl.int64, bitcast=True)
-    if first + 63 <= h:
-        s = gl.inline_asm_elementwise(_COLUMNS, _COLUMNS_TYPES, [distance, like, at], dtype=gl.float32, is_pure=True, pack=32)
-    else:
-        least = gl.maximum(j - h, -radius)[:, None] + like
-        s = gl.inline_asm_elementwise(_CUT_COLUMNS, _CUT_COLUMNS_TYPES, [distance, least, at], dtype=gl.float32, is_pure=True, pack=32)
-    return s
 
 
 @gluon.jit
@@ -256,18 +277,20 @@ def _range_of(t, live):
 
 
 @gluon.jit
-def _cell_bucket(difference, index, edges):
-    """Bucket of one difference where no cell has more than an edge."""
-    first: gl.constexpr = FIRST_CELL
-    cell = (gl.maximum(difference.to(gl.float32), 0.5).to(gl.int32, bitcast=True) >> 19) - first
-    cell += (difference >= gl.load(index + edges + cell)).to(gl.int32)
-    return gl.load(index + (edges + CELLS + 1) + cell)
+def _of_warp(low, high):
+    """Least and greatest of a warp's 16 rows, as every row of it."""
+    least: gl.constexpr = "min.s32 $0, $2, $3; redux.sync.min.s32 $0, $0, 0xffffffff; mov.b32 $1, $0;"
+    most: gl.constexpr = "max.s32 $0, $2, $3; redux.sync.max.s32 $0, $0, 0xffffffff; mov.b32 $1, $0;"
+    return (
+        gl.inline_asm_elementwise(least, "=&r,=&r,r,r", [low], dtype=gl.int32, is_pure=False, pack=2),
+        gl.inline_asm_elementwise(most, "=&r,=&r,r,r", [high], dtype=gl.int32, is_pure=False, pack=2),
+    )
 
 
 @gluon.jit(do_not_specialize=["edges"])
 def bias_codes_kernel(
     codes, table, count, row_relative, column_relative, row_times, column_times, index, time_edges, edges,
-    CAUSAL: gl.constexpr, KEYS: gl.constexpr, STEPS: gl.constexpr, LANES: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, KEYS: gl.constexpr, STEPS: gl.constexpr, MASKS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Codes of one warpgroup's half of an item a program. KEYS: rows are keys, columns queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -290,50 +313,31 @@ def bias_codes_kernel(
             i = own + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
             ti = gl.load(row_relative + row + i, i < rows, 0)
             row_low, row_high = _range_of(ti, i < rows)
+            warp_low, warp_high = _of_warp(gl.where(i < rows, ti, FAR), gl.where(i < rows, ti, -FAR))
             crowded = gl.load(index + edges + CELLS) != 0
             zeros = gl.full([64, 64], 0, gl.int32, layout)
             by_lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [4], [0]))
             for x in range(begin, end):
                 t_x = gl.load(column_relative + column + x * 64 + by_lane, x * 64 + by_lane < columns, 0)
                 low, high = _range_of(t_x, x * 64 + by_lane < columns)
-                ordered = low >= row_high if KEYS else row_low >= high
                 j = x * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
                 tj = gl.load(column_relative + column + j, j < columns, 0)
                 if uncut(row_low, row_high, low, high):
                     if crowded:
                         lowest, highest = bucket_range(row_low, row_high, low, high, index, edges, STEPS)
-                    else:
-                        near = gl.maximum(gl.maximum(row_low - high, low - row_high), 0)
-                        lowest = _cell_bucket(near, index, edges)
-                        highest = _cell_bucket(gl.maximum(gl.maximum(row_high - low, high - row_low), near), index, edges)
-                    beyond: gl.constexpr = 2 * FAR
-                    if highest == lowest:
-                        code = (zeros + lowest).to(gl.int8)
-                    elif (highest - lowest == 1) & ordered:
-                        code = gl.inline_asm_elementwise(
-                            _REACHED[KEYS][0][0], _REACHED[KEYS][0][1], [ti[:, None], tj[None, :], zeros + lowest, gl.load(index + lowest)],
-                            dtype=gl.int8, is_pure=True, pack=32,
-                        )  # fmt: skip
-                    elif (highest - lowest <= 3) & ordered:
-                        edge = gl.load(index + lowest)
-                        edge_1 = gl.load(index + lowest + 1)
-                        edge_2 = gl.where(highest - lowest > 2, gl.load(index + lowest + 2), beyond)
-                        code = gl.inline_asm_elementwise(
-                            _REACHED[KEYS][1][0], _REACHED[KEYS][1][1], [ti[:, None], tj[None, :], zeros + lowest, edge, edge_1, edge_2],
-                            dtype=gl.int8, is_pure=True, pack=32,
-                        )  # fmt: skip
-                    elif crowded:
                         difference = gl.abs(ti[:, None] - tj[None, :])
                         counted = zeros + lowest
                         for edge in range(lowest, highest):
                             counted += (difference >= gl.load(index + edge)).to(gl.int32)
                         code = counted.to(gl.int8)
                     else:
-                        first_cell: gl.constexpr = FIRST_CELL
-                        cells = (index + (edges - first_cell)).to(gl.int64, bitcast=True)
+                        asm: gl.constexpr = _FIND[KEYS][MASKS][0]
+                        types: gl.constexpr = _FIND[KEYS][MASKS][1]
+                        at_edges = index.to(gl.int64, bitcast=True)
                         code = gl.inline_asm_elementwise(
-                            _BY_CELL, _BY_CELL_TYPES, [ti[:, None], tj[None, :], cells, cells + (CELLS + 1) * 4],
-                            dtype=gl.int8, is_pure=True, pack=4,
+                            asm, types,
+                            [ti[:, None], tj[None, :], warp_low[:, None], warp_high[:, None], low, high, at_edges, at_edges + edges * 4],
+                            dtype=gl.int8, is_pure=False, pack=32,
                         )  # fmt: skip
                 else:
                     wide_i = gl.load(row_times + row + i, i < rows, 0).to(gl.int64)[:, None]
@@ -344,7 +348,4 @@ def bias_codes_kernel(
                         counted += ((wide_j <= wide_i - reach) | (wide_j >= wide_i + reach)).to(gl.int32)
                     code = counted.to(gl.int8)
                 at = to + (x - first).to(gl.int64) * UNIT + gl.full([64, 64], 0, gl.int64, layout)
-                if LANES:
-                    gl.inline_asm_elementwise(_STORE_GRAY, _STORE_GRAY_TYPES, [code, at], dtype=gl.int8, is_pure=False, pack=32)
-                else:
-                    gl.inline_asm_elementwise(_STORE, _STORE_TYPES, [code, at], dtype=gl.int8, is_pure=False, pack=32)
+                gl.inline_asm_elementwise(_STORE, _STORE_TYPES, [code, at], dtype=gl.int8, is_pure=False, pack=32)

@@ -22,6 +22,7 @@ from gem_kernels.triton.attention.activations import activate
 from gem_kernels.triton.hopper.bias_codes import (
     UNIT,
     add_entries,
+    biased_rows,
     codes_of,
     key_blocks,
     lane_entry,
@@ -88,12 +89,16 @@ def _producer(
 
 @gluon.jit
 def _biased_scores(
-    code, q_tile, k_slots, k_full, step, n0, p, pairs_p, table_t, entry, radius, gain, STAGES: gl.constexpr, LANES: gl.constexpr,
+    code, q_tile, k_slots, k_full, step, n0, p, straight, pairs_p, table_t, entry, radius, gain,
+    STAGES: gl.constexpr, LANES: gl.constexpr, FOLLOW: gl.constexpr,
 ):  # fmt: skip
     """S of the tile of a step under way, added to the bias."""
-    layout: gl.constexpr = code.type.layout
-    s = row_entries(p, n0, pairs_p, radius, layout)
-    s = add_entries(s, code, table_t, entry, gain, LANES)
+    if FOLLOW:
+        s = biased_rows(code, p, n0, straight, pairs_p, radius, table_t, entry, gain, LANES, False)
+    else:
+        layout: gl.constexpr = code.type.layout
+        s = row_entries(p, n0, pairs_p, radius, layout)
+        s = add_entries(s, code, table_t, entry, gain, LANES)
     stage = step % STAGES
     mbarrier.wait(k_full.index(stage), step // STAGES & 1)
     return warpgroup_mma(q_tile, k_slots.index(stage).permute((1, 0)), s, is_async=True)
@@ -102,9 +107,9 @@ def _biased_scores(
 @gluon.jit
 def _add_tile(
     s, m_i, l_i, acc, k_slots, v_slots, q_empty, k_full, k_empty, v_full, v_empty, step, n0, p, p_min, h, scale, act_id,
-    next_q, q_full, tile, at, next_n0, next_p, pairs_p, table_t, entry, radius, skip,
+    next_q, q_full, tile, at, next_n0, next_p, straight, pairs_p, table_t, entry, radius, skip,
     SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, LANES: gl.constexpr, NEXT: gl.constexpr,
+    STAGES: gl.constexpr, LANES: gl.constexpr, FOLLOW: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile of a step, whose S is under way, to a row's maximum, sum and result. The S of the next tile is under way then, with
     NEXT 1 of the same item and with 2 of the next one; its bias is looked up while this tile's P V is multiplied."""
@@ -149,7 +154,10 @@ def _add_tile(
         mbarrier.wait(q_full.index((tile + 1) % 2), (tile + 1) // 2 & 1)
         step = pass_over(skip, step, k_full, k_empty, v_full, v_empty, STAGES, False)
     if NEXT:
-        s = _biased_scores(code, next_q, k_slots, k_full, step, next_n0, next_p, pairs_p, table_t, entry, radius, 1 / scale, STAGES, LANES)
+        s = _biased_scores(
+            code, next_q, k_slots, k_full, step, next_n0, next_p, straight, pairs_p, table_t, entry, radius, 1 / scale,
+            STAGES, LANES, FOLLOW,
+        )  # fmt: skip
         acc = warpgroup_mma_wait(1, deps=(acc,))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -233,7 +241,8 @@ def _chain(
         code = load_codes(codes_of(codes, table, first, H, WHO) + (end - 1) * UNIT, s_layout)
         mbarrier.wait(q_full.index(0), 0)
         s = _biased_scores(
-            code, q_slots.index(WHO), k_slots, k_full, step, (end - 1) * 64, p, pairs_p, table_t, entry, radius, 1 / scale, STAGES, LANES
+            code, q_slots.index(WHO), k_slots, k_full, step, (end - 1) * 64, p, 0, pairs_p, table_t, entry, radius, 1 / scale,
+            STAGES, LANES, False,
         )  # fmt: skip
         for item in range(first, total, gl.num_programs(0)):
             head = item % H
@@ -257,8 +266,8 @@ def _chain(
                 n0 = (end - 1 - x) * 64
                 s, m_i, l_i, acc, step = _add_tile(
                     s, m_i, l_i, acc, k_slots, v_slots, q_empty, k_full, k_empty, v_full, v_empty, step, n0, p, p_min, h, scale, act_id,
-                    q_tile, q_full, tile, units + (n0 // 64 - 1) * UNIT, n0 - 64, p, pairs_p, table_t, entry, radius, 0,
-                    SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, 1,
+                    q_tile, q_full, tile, units + (n0 // 64 - 1) * UNIT, n0 - 64, p, 0, pairs_p, table_t, entry, radius, 0,
+                    SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, False, 1,
                 )  # fmt: skip
             # Past the last item a tile is multiplied in vain.
             next_item = gl.minimum(item + gl.num_programs(0), total - 1)
@@ -275,8 +284,8 @@ def _chain(
             s, m_i, l_i, acc, step = _add_tile(
                 s, m_i, l_i, acc, k_slots, v_slots, q_empty, k_full, k_empty, v_full, v_empty, step, end * 0, p, p_min, h, scale, act_id,
                 q_slots.index((tile + 1) % 2 * 2 + WHO), q_full, tile, codes_of(codes, table, next_item, H, WHO) + (n_end - 1) * UNIT,
-                (n_end - 1) * 64, n_p, pairs + n_head.to(gl.int64) * (2 * stride_p), n_table, entry, radius, n_skip,
-                SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, 2,
+                (n_end - 1) * 64, n_p, 0, pairs + n_head.to(gl.int64) * (2 * stride_p), n_table, entry, radius, n_skip,
+                SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, False, 2,
             )  # fmt: skip
             tile += 1
             _store_item(
@@ -297,7 +306,8 @@ def _by_items(
     ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, LANES: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
-    """`_chain`, but that no S of an item is multiplied before the item before is stored."""
+    """`_chain`, but that no S of an item is multiplied before the item before is stored, and that the bias is looked up with fewer loads
+    and some branches."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -324,6 +334,7 @@ def _by_items(
                 act_id = gl.load(act_ids + head)
             i = own + gl.arange(0, 64, layout=row_layout)
             p = gl.minimum(i + shift, h)
+            straight = (own + 63 + shift <= h).to(gl.int32)
             pairs_p = pairs + head.to(gl.int64) * (2 * stride_p)
             table_t = time + head.to(gl.int64) * stride_t
             entry = i * 0.0
@@ -336,19 +347,20 @@ def _by_items(
             if end > 0:
                 code = load_codes(units + (end - 1) * UNIT, s_layout)
                 s = _biased_scores(
-                    code, q_tile, k_slots, k_full, step, (end - 1) * 64, p, pairs_p, table_t, entry, radius, 1 / scale, STAGES, LANES
+                    code, q_tile, k_slots, k_full, step, (end - 1) * 64, p, straight, pairs_p, table_t, entry, radius,
+                    1 / scale, STAGES, LANES, True,
                 )  # fmt: skip
                 for x in range(end - 1):
                     n0 = (end - 1 - x) * 64
                     s, m_i, l_i, acc, step = _add_tile(
                         s, m_i, l_i, acc, k_slots, v_slots, q_empty, k_full, k_empty, v_full, v_empty, step, n0, p, p_min, h, scale, act_id,
-                        q_tile, q_full, tile, units + (n0 // 64 - 1) * UNIT, n0 - 64, p, pairs_p, table_t, entry, radius, 0,
-                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, 1,
+                        q_tile, q_full, tile, units + (n0 // 64 - 1) * UNIT, n0 - 64, p, straight, pairs_p, table_t, entry, radius, 0,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, True, 1,
                     )  # fmt: skip
                 _s, m_i, l_i, acc, step = _add_tile(
                     s, m_i, l_i, acc, k_slots, v_slots, q_empty, k_full, k_empty, v_full, v_empty, step, end * 0, p, p_min, h, scale,
-                    act_id, q_tile, q_full, tile, units, 0, p, pairs_p, table_t, entry, radius, 0,
-                    SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, 0,
+                    act_id, q_tile, q_full, tile, units, 0, p, straight, pairs_p, table_t, entry, radius, 0,
+                    SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, STAGES, LANES, True, 0,
                 )  # fmt: skip
             mbarrier.arrive(q_empty.index(slot), count=1)
             _store_item(

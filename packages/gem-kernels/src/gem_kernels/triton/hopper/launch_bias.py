@@ -158,7 +158,7 @@ def _dq(pass_: launch_backward._Backward, config: Config) -> list[Tensor]:
 
     x, p, t = pass_.x, pass_.x.plan, pass_.x.tables
     tiles = x.q_tiles(_ROWS)
-    entries, codes = coded(x, tiles)
+    entries, codes = coded(x, tiles, masks=True)
     width = row_width(x)
     programs = max(1, min(x.info.sms // p.heads, tiles.bound))
     partial = torch.zeros(programs, p.heads, 6, width, dtype=torch.float32, device=x.device)
@@ -210,8 +210,9 @@ def room(x: Inputs, keys: bool) -> tuple[bool, int, int]:
     return packed, units, (rows // _ROWS + x.batch) * units + 2
 
 
-def coded(x: Inputs, tiles: TileList, keys: bool = False) -> tuple[Tensor, Tensor]:
-    """The entries of a list of query tiles, or of key tiles, spelt out, and their codes: a byte for each column that a row sees."""
+def coded(x: Inputs, tiles: TileList, keys: bool = False, masks: bool = False) -> tuple[Tensor, Tensor]:
+    """The entries of a list of query tiles, or of key tiles, spelt out, and their codes: a byte for each column that a row sees, or with
+    ``masks`` a bit for each edge of time that a tile has."""
     from gem_kernels.triton.hopper.bias_codes import bias_codes_kernel
 
     t = x.tables
@@ -221,7 +222,7 @@ def coded(x: Inputs, tiles: TileList, keys: bool = False) -> tuple[Tensor, Tenso
     launch(
         bias_codes_kernel, (tiles.bound, 2), x.device,
         codes, entries, tiles.count, *sides, t.index, x.bias_time_edges, x.edges,
-        CAUSAL=x.plan.causal, KEYS=keys, STEPS=x.time_steps, LANES=x.edges < _LANES, num_warps=4,
+        CAUSAL=x.plan.causal, KEYS=keys, STEPS=x.time_steps, MASKS=masks, num_warps=4,
     )  # fmt: skip
     return entries, codes
 

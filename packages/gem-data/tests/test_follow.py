@@ -209,6 +209,25 @@ def test_hashed_ids_keep_their_type_over_partitions_and_resumption(tmp_path):
             list(again)
 
 
+def test_which_columns_hold_lists_is_kept_over_partitions_and_resumption(tmp_path):
+    """A partition without any value, for which writers know no type, does not tell."""
+    empty = pa.nulls(2), pa.array([[None], []], pa.list_(pa.null()))
+    for hour, (tags, events) in enumerate([empty, ([[1, 2], []], [[[1]], []]), empty], 1):
+        (tmp_path / f"hour={hour}").mkdir()
+        pq.write_table(pa.table({"id": [10 * hour, 10 * hour + 1], "tags": tags, "seen": events}), tmp_path / f"hour={hour}" / "0.parquet")
+        (tmp_path / f"hour={hour}" / "_SUCCESS").touch()
+    ids = {"rows": 20, "policy": "default", "default": 0}
+    history = {"seen": {"fields": {"tags": {"column": "seen", **ids}}, "max_length": 4}}
+    features = Features.model_validate({"sample_id": "id", "sparse": {"tags": ids}, "sequences": history})
+    config = FollowConfig(train=(str(tmp_path),), idle_s=0, poll_s=0.02)
+    source = build_follow(config, features, split="train", batch_size=2)
+    both = dict.fromkeys(("sparse.tags", "sequences.seen.fields.tags"), True)
+    assert [dict(source.lists) for _ in source] == [{}, both, both]
+    resumed = build_follow(config, features, split="train", batch_size=2)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert (list(resumed), resumed.lists) == ([], both)
+
+
 def test_each_partition_is_evaluated_before_it_is_trained_on(folder, tmp_path):
     path = tmp_path / "follow.toml"
     path.write_text(CONFIG.format(folder=folder))

@@ -153,19 +153,27 @@ class Decoder:
             found += event_columns(group)
         return found + [c for c in (f.sample_id, f.timestamp, f.weight, f.request) if c] + list(f.columns)
 
+    def _note_lists(self, path: str, kind: pa.DataType) -> None:
+        """A column without any value, as writers make of one that is empty in all rows, does not tell."""
+        if not pa.types.is_null(kind):
+            self.lists[path] = arrow.is_list(kind)
+
     def _sparse(self, chunk: Chunk, name: str, fixed: dict[str, Array], bags: dict[str, Bag]) -> None:
         spec, path = self.features.sparse[name], f"sparse.{name}"
         column, way = _column(spec, name), self._ways[path]
-        self.lists[path] = spec.cross is None and chunk.is_list(column)
         if spec.cross is not None:
+            self.lists[path] = False
             sites = [Site(chunk, own, path) for own in spec.cross]
             fixed[path] = values.crossed(sites, [chunk.scalar(own) for own in spec.cross], spec, way)
             return
-        if not self.lists[path]:
-            fixed[path] = values.ids(Site(chunk, column, path), chunk.scalar(column), spec, way)
+        if not chunk.is_list(column):
+            single = chunk.scalar(column)
+            self._note_lists(path, single.type)
+            fixed[path] = values.ids(Site(chunk, column, path), single, spec, way)
             if spec.weights is not None:
                 fixed[f"{path}.weights"] = self._weights(chunk, spec.weights)
             return
+        self.lists[path] = True
         found = chunk.lists(column)
         parts: dict[str, pa.Array] = {column: found.values}
         if spec.weights is not None:
@@ -214,8 +222,8 @@ class Decoder:
                 bag[key] = values.vectors(site, items, field.dim)
             else:
                 way = self._ways[site.feature]
-                self.lists[site.feature] = arrow.is_list(items.type)
-                if self.lists[site.feature]:
+                self._note_lists(site.feature, items.type)
+                if arrow.is_list(items.type):
                     inner = arrow.lists(items)
                     nested = Site(chunk, column, site.feature, (newest, inner.offsets))
                     bag[key] = Bag(inner.offsets, {"ids": values.ids(nested, inner.values, field, way)})

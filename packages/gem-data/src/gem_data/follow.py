@@ -90,11 +90,12 @@ class Following:
     def state_dict(self) -> dict[str, Any]:
         inside = self._inside if self._reading is None else self._reading.state_dict()
         position = {"partition": self.partition, "watermark": self.watermark, "inside": inside}
-        return {**position, "read": self._read, "late": self.late, "hashed": self.hashed}
+        return {**position, "read": self._read, "late": self.late, "hashed": self.hashed, "lists": self.lists}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.partition, self.watermark, self._inside, self._reading = state["partition"], state["watermark"], state["inside"], None
-        self._read, self.late, self._known, self.hashed = state["read"], state["late"], None, state.get("hashed", {})
+        self._read, self.late, self._known = state["read"], state["late"], None
+        self.hashed, self.lists = state.get("hashed", {}), state.get("lists", {})
 
     def _training_source(self, name: str) -> Any:
         where = self.config.model_copy(update={"train": (f"{self.folder}/{name}",)})

@@ -249,7 +249,17 @@ def _affine(of: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("rows", "k", "n"),
-    [(1, 64, 8), (130, 512, 512), (1000, 192, 264), (5000, 512, 1536), (40000, 320, 64), (20000, 512, 512), (300, 1024, 512)],
+    [
+        (1, 64, 8),
+        (191, 512, 512),
+        (192, 64, 256),
+        (193, 192, 264),
+        (385, 64, 520),
+        (5000, 512, 1536),
+        (40000, 320, 64),
+        (20000, 512, 512),
+        (300, 1024, 512),
+    ],
 )
 @pytest.mark.parametrize("affine", [False, True])
 def test_hopper_norm_linear(rows: int, k: int, n: int, affine: bool, dtype: torch.dtype) -> None:
@@ -379,6 +389,8 @@ def test_hopper_linear_norm(rows: int, k: int, n: int, affine: bool, dtype: torc
         (200, 128, 512, 64, "layer", "gelu", torch.bfloat16),
         (5000, 256, 1024, 256, None, "gelu", torch.bfloat16),
         (129, 256, 512, 128, "layer", "gelu", torch.bfloat16),
+        (63, 64, 128, 256, None, "gelu", torch.float16),
+        (65, 192, 384, 192, None, "gelu", torch.bfloat16),
         (40001, 256, 1024, 256, "rms", "gelu", torch.bfloat16),
         (0, 256, 1024, 256, "rms", "gelu", torch.bfloat16),
         (5000, 256, 1024, 256, "rms", "silu", torch.float16),

@@ -13,7 +13,9 @@ from gem_kernels.triton.common.device import device_info
 from gem_kernels.triton.common.launch import launch
 from gem_kernels.triton.dense.support import rows_contiguous
 from gem_kernels.triton.hopper import spec
-from gem_kernels.triton.hopper.norm_linear import BLOCK_K, BLOCK_N, STAGES, addressable, box
+from gem_kernels.triton.hopper.norm_linear import addressable, box
+
+BLOCK_N, BLOCK_K, STAGES = 256, 32, 6
 
 STEP = 64
 """What K is a multiple of, in the sizes that were compared with the product and the addition on an H200."""

@@ -12,7 +12,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.triton.hopper.common import make_barriers
-from gem_kernels.triton.hopper.norm_linear_fwd import _producer as producer
+
+
+@gluon.jit
+def _producer(
+    x, w, total, column_tiles, x_slots, w_slots, full, empty,
+    K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        m = tile // column_tiles * 128
+        n = tile % column_tiles * BLOCK_N
+        for k in range(0, K, BLOCK_K):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * (128 + BLOCK_N) * BLOCK_K)
+            tma.async_copy_global_to_shared(x, [m, k], full.index(stage), x_slots.index(stage))
+            tma.async_copy_global_to_shared(w, [n, k], full.index(stage), w_slots.index(stage))
+            step += 1
 
 
 @gluon.jit
@@ -85,7 +102,7 @@ def hopper_add_linear_fwd_kernel(
                          0, N, K, BLOCK_N, BLOCK_K, STAGES)),
             (_consumer, (residual, y, shift, sums, rows, total, column_tiles, x_slots, w_slots, buffer, full, empty, ready,
                          1, N, K, BLOCK_N, BLOCK_K, STAGES)),
-            (producer, (x, w, total, column_tiles, x_slots, w_slots, full, empty, K, BLOCK_N, BLOCK_K, STAGES)),
+            (_producer, (x, w, total, column_tiles, x_slots, w_slots, full, empty, K, BLOCK_N, BLOCK_K, STAGES)),
         ],
         [4, 1],
         [240, 24],

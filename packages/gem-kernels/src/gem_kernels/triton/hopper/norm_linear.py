@@ -14,7 +14,7 @@ from gem_kernels.triton.dense import norm_linear as portable
 from gem_kernels.triton.dense.norm_linear import fold
 from gem_kernels.triton.dense.support import power_of_two, rows_contiguous
 
-BLOCK_N, BLOCK_K, STAGES = 256, 32, 6
+BLOCK_K, STAGES = 32, 6
 
 MANY_ROWS = 1 << 17
 """From here on the kernel for the gradient of x was timed, with rows of 512."""
@@ -35,11 +35,11 @@ def forward(problem: Problem, x: Tensor, w: Tensor, b: Tensor | None, norm_weigh
         shift = moved if shift is None else shift + moved
     if rows:
         given, folded = addressable(rows_contiguous(x)), addressable(fold(w, norm_weight))
-        tiles = -(-rows // 128) * -(-n // BLOCK_N)
+        tiles = -(-rows // 192) * -(-n // 256)
         launch(
             hopper_norm_linear_fwd_kernel, (min(device_info(x.device).sms, tiles),), x.device,
-            box(given, 128, BLOCK_K), box(folded, BLOCK_N, BLOCK_K), box(y, 64, BLOCK_N), rstd, shift, rows, problem.option("eps"),
-            N=n, K=k, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=4, maxnreg=168,
+            box(given, 64, BLOCK_K), box(folded, 256, BLOCK_K), box(y, 64, 64), rstd, shift, rows, problem.option("eps"),
+            N=n, K=k, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=4, maxnreg=128,
         )  # fmt: skip
     mean = torch.empty(0, dtype=torch.float32, device=x.device)
     return (y, None), (x, w, b, norm_weight, norm_bias, mean, rstd)

@@ -22,7 +22,7 @@ PROBE = Path(__file__).with_name("hopper_compile_probe.py")
 JOBS = (
     "self-1024-s0.5:gdpa:forward", "causal-1024-s0.5:jagged_attention:forward", "self-1024-s0.5:jagged_attention:backward",
     "window128-4096:gdpa:backward", "cross-1024x128-s0.5:jagged_attention:backward", "hstu-4099-d256:gdpa:backward", "every_activation",
-    "few_keys", "norm_linear",
+    "few_keys", "norm_linear", "self-2048-s0.5:gdpa:backward",
 )  # fmt: skip
 PROBLEM = Problem(
     "gdpa", "cuda", 90, (("q", torch.bfloat16), ("k", torch.bfloat16), ("v", torch.bfloat16)),

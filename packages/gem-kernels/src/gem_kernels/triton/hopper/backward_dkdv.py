@@ -3,6 +3,7 @@
     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ  ->  Pᵀ, dSᵀ, in registers  ->  dV += Pᵀ dO, dK += dSᵀ Q          four products a tile
 
 With AHEAD the products Sᵀ and dPᵀ of the next tile are under way while this tile's dK is multiplied; the last tile has a step of its own.
+With SHORT a last tile of up to 32 query rows is a step of half the size.
 The query heads of a group follow one another, so dK and dV are written once, without atomics, through the slots of K and V
 (64 rows each: the rows of a slice of a larger slot do not lie as a box of 64 rows wants them).
 
@@ -22,6 +23,7 @@ from gem_kernels.triton.hopper.common import (
     LOG2E,
     alive,
     fill_rows,
+    first_rows,
     folded_value_and_slope,
     item_at,
     items,
@@ -36,6 +38,7 @@ from gem_kernels.triton.hopper.common import (
     statistics,
     store_box,
     wait_for_former,
+    whole_tiles,
 )
 
 
@@ -146,12 +149,12 @@ def _storer(
 
 
 @gluon.jit
-def _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES: gl.constexpr):
-    """Sᵀ and dPᵀ of the tile of a step, under way in place of ``s`` and ``dp``."""
+def _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES: gl.constexpr, N: gl.constexpr):
+    """Sᵀ and dPᵀ of the tile of a step, under way in place of ``s`` and ``dp [64, N]``: of its first N rows."""
     stage = step % STAGES
     mbarrier.wait(q_full.index(stage), step // STAGES & 1)
-    s = warpgroup_mma(k_tile, q_slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v_tile, do_slots.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+    s = warpgroup_mma(k_tile, first_rows(q_slots.index(stage), N).permute((1, 0)), s, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, first_rows(do_slots.index(stage), N).permute((1, 0)), dp, use_acc=False, is_async=True)
     return s, dp
 
 
@@ -167,11 +170,11 @@ def _add_tile(
     s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
     step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, last_use,
     SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, NEXT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, NEXT: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Adds what tile ``x`` gives to dK and dV, whose Sᵀ and dPᵀ are under way, and gives it back after its last use; with NEXT those of the
-    next tile are under way then."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    next tile are under way then. Only the first ``N`` rows of the tile count."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, q_slots.shape[2], 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
@@ -194,7 +197,7 @@ def _add_tile(
             if free == 0:
                 s = gl.where(_seen(m0, j, shift, left, right, CAUSAL, WINDOW, s_layout), s, unseen)
     if SOFTMAX:
-        lse_i = lse_slots.index(stage).load(column_layout)
+        lse_i = first_rows(lse_slots.index(stage), N).load(column_layout)
         p = gl.exp2(s * (scale * LOG2E) - lse_i[None, :])
         slope = p
     else:
@@ -208,18 +211,18 @@ def _add_tile(
             p = gl.where(seen, p, 0.0)
             slope = gl.where(seen, slope, 0.0)
     p16 = gl.convert_layout(p.to(dtype), p_layout, assert_trivial=True)
-    dv_acc = warpgroup_mma(p16, do_slots.index(stage), dv_acc, is_async=True)
+    dv_acc = warpgroup_mma(p16, first_rows(do_slots.index(stage), N), dv_acc, is_async=True)
     if not AHEAD:
         dp = warpgroup_mma_wait(1, deps=(dp,))
     if SOFTMAX:
-        dp = dp - delta_slots.index(stage).load(column_layout)[None, :]
+        dp = dp - first_rows(delta_slots.index(stage), N).load(column_layout)[None, :]
     ds = slope * dp
     ds16 = gl.convert_layout(ds.to(dtype), p_layout, assert_trivial=True)
-    dk_acc = warpgroup_mma(ds16, q_slots.index(stage), dk_acc, is_async=True)
+    dk_acc = warpgroup_mma(ds16, first_rows(q_slots.index(stage), N), dk_acc, is_async=True)
     if NEXT:
         # P's registers are free before the next products need theirs.
         dv_acc = warpgroup_mma_wait(1, deps=(dv_acc,))
-        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step + 1, s, dp, STAGES)
+        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step + 1, s, dp, STAGES, N)
         dk_acc = warpgroup_mma_wait(2, deps=(dk_acc,))
     else:
         dv_acc, dk_acc = warpgroup_mma_wait(0, deps=(dv_acc, dk_acc))
@@ -233,7 +236,7 @@ def _walking_consumer(
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -271,11 +274,11 @@ def _walking_consumer(
                     s = gl.full([64, 64], 0.0, gl.float32, s_layout)
                     dp = s
                     for x in range(begin, end):
-                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES, 64)
                         s, dp, dk_acc, dv_acc = _add_tile(
                             s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
                             step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, x < keep,
-                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, False, False,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, False, False, 64,
                         )  # fmt: skip
                         step += 1
                 step = pass_over_rows(keep - end, step, q_full, q_empty, STAGES)
@@ -299,10 +302,11 @@ def _consumer(
     act_ids, left, right, scale, ds_scale, dv_scale,
     WHO: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr,
     ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     dtype: gl.constexpr = q_slots.dtype
     unseen = gl.where(scale == 0.0, 0.0, -1e6 / scale)
     step = 0
@@ -326,6 +330,9 @@ def _consumer(
             dk_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             dv_acc = gl.full([64, D], 0.0, gl.float32, o_layout)
             begin, end = query_range(own, j1, lq, lk, left, right, 64, CAUSAL, WINDOW)
+            whole = end
+            if SHORT:
+                whole = whole_tiles(begin, end, lq, 64)
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
                 act_id = 0
                 if act_ids is not None:
@@ -336,14 +343,14 @@ def _consumer(
                     s = gl.full([64, 64], 0.0, gl.float32, s_layout)
                     dp = s
                     if AHEAD:
-                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
-                    for x in range(begin, end - 1 if AHEAD else end):
+                        s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES, 64)
+                    for x in range(begin, whole - 1 if AHEAD else whole):
                         if not AHEAD:
-                            s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES)
+                            s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES, 64)
                         s, dp, dk_acc, dv_acc = _add_tile(
                             s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
                             step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, True,
-                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, AHEAD, AHEAD,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, AHEAD, AHEAD, 64,
                         )  # fmt: skip
                         step += 1
                     if AHEAD:
@@ -351,9 +358,20 @@ def _consumer(
                         _s, _dp, dk_acc, dv_acc = _add_tile(
                             s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
                             step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, True,
-                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, True, False,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, True, False, 64,
                         )  # fmt: skip
                         step += 1
+                    if SHORT:
+                        s = gl.full([64, 32], 0.0, gl.float32, half_layout)
+                        dp = s
+                        for x in range(whole, end):
+                            s, dp = _scores(k_tile, v_tile, q_slots, do_slots, q_full, step, s, dp, STAGES, 32)
+                            s, dp, dk_acc, dv_acc = _add_tile(
+                                s, dp, dk_acc, dv_acc, k_tile, v_tile, q_slots, do_slots, lse_slots, delta_slots, q_full, q_empty,
+                                step, x, own, j, j1, lq, shift, left, right, scale, unseen, act_id, True,
+                                SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, False, False, 32,
+                            )  # fmt: skip
+                            step += 1
                 if CAUSAL or WINDOW:
                     step = pass_over_rows(last - end, step, q_full, q_empty, STAGES)
             k_tile.store((dk_acc * ds_scale).to(dtype))
@@ -373,7 +391,7 @@ def hopper_bwd_dkdv_kernel(
     scale, ds_scale, dv_scale, stride_dk,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    WALK: gl.constexpr, AHEAD: gl.constexpr, BROADCAST: gl.constexpr, num_warps: gl.constexpr,
+    WALK: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr, BROADCAST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     used = gl.load(k_offsets + batch).to(gl.int64)
     fill_rows(dk, used, k_rows.to(gl.int64), stride_dk, 0.0, HKV * D, num_warps)
@@ -399,7 +417,7 @@ def hopper_bwd_dkdv_kernel(
                     (
                         table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD, SHORT,
                     ),
                 ),
                 (
@@ -407,7 +425,7 @@ def hopper_bwd_dkdv_kernel(
                     (
                         table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD, SHORT,
                     ),
                 ),
                 (
@@ -437,7 +455,7 @@ def hopper_bwd_dkdv_kernel(
                     (
                         table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
+                        0, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD, SHORT,
                     ),
                 ),
                 (
@@ -445,7 +463,7 @@ def hopper_bwd_dkdv_kernel(
                     (
                         table, tiles, q_slots, do_slots, k_slots, v_slots, lse_slots, delta_slots, q_full, q_empty, k_full, done,
                         act_ids, left, right, scale, ds_scale, dv_scale,
-                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD,
+                        1, HKV, GROUP, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, STAGES, HELD, AHEAD, SHORT,
                     ),
                 ),
                 (

@@ -4,7 +4,8 @@
 
 For softmax the kernel also leaves delta = rowsum(O ∘ dO) in memory, which the key side reads; it therefore runs first. dQ leaves through
 the slot of Q: 64 rows are a slot, because the rows of a slice of a larger one do not lie as a box of 64 rows wants them. With a shared Q
-(no q_offsets) a sample's dQ is written where its output rows are; the caller adds the samples up.
+(no q_offsets) a sample's dQ is written where its output rows are; the caller adds the samples up. With SHORT a last
+tile that has keys in its first half alone is a step of half the size.
 
 With TRANSPOSED the rows are keys and the columns queries: given K and V to hold, Q and dO to stream, the kernel computes dK of `gdpa`,
 which needs nothing else of a column. Heads of 256 columns leave room for three slots, which K and V share.
@@ -27,6 +28,7 @@ from gem_kernels.triton.hopper.common import (
     alive,
     column_range,
     fill_rows,
+    first_rows,
     folded_value_and_slope,
     item_at,
     items,
@@ -42,6 +44,7 @@ from gem_kernels.triton.hopper.common import (
     ring_slot,
     seen_by,
     store_box,
+    whole_tiles,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -168,11 +171,11 @@ def _storer(dq, table, tiles, q_slots, q_empty, done, H: gl.constexpr, D: gl.con
 
 
 @gluon.jit
-def _score(tile, slots, full, step, second: gl.constexpr, s, STAGES: gl.constexpr):
-    """The product of a held tile with the streamed one of a step, under way in place of ``s``."""
+def _score(tile, slots, full, step, second: gl.constexpr, s, STAGES: gl.constexpr, N: gl.constexpr):
+    """The product of a held tile with the first N rows of the streamed one of a step, under way in place of ``s [64, N]``."""
     stage, phase = ring_slot(step, second, STAGES, tile.shape[1] > 128)
     mbarrier.wait(full.index(stage), phase)
-    return warpgroup_mma(tile, slots.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(tile, first_rows(slots.index(stage), N).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -181,12 +184,12 @@ def _add_tile(
     step, x, i, lse_i, delta_i, lq, lk, free0, free1, left, right, scale, act_id, last_use,
     SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr, FAST: gl.constexpr, FOLDED: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, NEXT: gl.constexpr,
+    AHEAD: gl.constexpr, NEXT: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Adds to dQ what tile ``x`` gives, which is given back after its last use. AHEAD 1: its S is under way, and with NEXT that of the next
-    tile is then; 2: S and dP."""
+    tile is then; 2: S and dP. Only the first ``N`` rows of the tile count."""
     D: gl.constexpr = q_tile.shape[1]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     n0 = x * BLOCK_N
@@ -199,12 +202,12 @@ def _add_tile(
         if AHEAD:
             s = warpgroup_mma_wait(0, deps=(s,))
         else:
-            s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
-        dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
+            s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES, N)
+        dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES, N)
         if not AHEAD:
             s = warpgroup_mma_wait(1, deps=(s,))
-    j = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-    masked = (n0 < free0) | (n0 + BLOCK_N > free1)
+    j = n0 + gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))
+    masked = (n0 < free0) | (n0 + N > free1)
     if SOFTMAX:
         slope = gl.exp2(s * (scale * LOG2E) - lse_i[:, None])
         if masked:
@@ -222,11 +225,11 @@ def _add_tile(
         mbarrier.arrive(v_empty.index(v_stage), count=1, pred=last_use)
     ds = slope * (dp - delta_i[:, None]) if SOFTMAX else slope * dp
     ds16 = gl.convert_layout(ds.to(k_slots.dtype), p_layout, assert_trivial=True)
-    acc = warpgroup_mma(ds16, k_slots.index(stage), acc, is_async=True)
+    acc = warpgroup_mma(ds16, first_rows(k_slots.index(stage), N), acc, is_async=True)
     if NEXT:
-        s = _score(q_tile, k_slots, k_full, step + 1, 0, s, STAGES)
+        s = _score(q_tile, k_slots, k_full, step + 1, 0, s, STAGES, N)
         if AHEAD == 2:
-            dp = _score(do_tile, v_slots, v_full, step + 1, 1, dp, STAGES)
+            dp = _score(do_tile, v_slots, v_full, step + 1, 1, dp, STAGES, N)
         acc = warpgroup_mma_wait(AHEAD, deps=(acc,))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -260,7 +263,7 @@ def _walking_consumer(
     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -310,7 +313,7 @@ def _walking_consumer(
                         s, dp, acc = _add_tile(
                             s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                             step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, x < keep,
-                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, 0, False,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, 0, False, BLOCK_N,
                         )  # fmt: skip
                         step += 1
                 step = pass_over(keep - end, step, k_full, k_empty, v_full, v_empty, STAGES, False)
@@ -337,11 +340,13 @@ def _consumer(
     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
     WHO: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N // 2, 16])
+    half_rows: gl.constexpr = gl.SliceLayout(1, half_layout)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_slots.dtype
     # With the first products ahead of the row sums, reading O earlier costs more than it gives.
@@ -371,6 +376,9 @@ def _consumer(
         if own < lq:
             m1 = gl.minimum(own + 64, lq)
             begin, end, free0, free1 = column_range(own, m1, lq, lk, left, right, BLOCK_N, CAUSAL, WINDOW, TRANSPOSED)
+            whole = end
+            if SHORT:
+                whole = whole_tiles(begin, end, lk, BLOCK_N)
             i = own + gl.arange(0, 64, layout=row_layout)
             q_tile = q_slots.index(2 * slot + WHO)
             do_tile = do_slots.index(2 * slot + WHO)
@@ -392,18 +400,18 @@ def _consumer(
                 s = gl.full([64, BLOCK_N], 0.0, gl.float32, s_layout)
                 dp = s
                 if AHEAD:
-                    s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES)
+                    s = _score(q_tile, k_slots, k_full, step, 0, s, STAGES, BLOCK_N)
                 if AHEAD == 2:
-                    dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES)
+                    dp = _score(do_tile, v_slots, v_full, step, 1, dp, STAGES, BLOCK_N)
                 lse_x = lse_s
                 delta_x = delta_s
                 if SOFTMAX and AHEAD == 2:
                     lse_x, delta_x = _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
-                for x in range(begin, end - 1 if AHEAD else end):
+                for x in range(begin, whole - 1 if AHEAD else whole):
                     s, dp, acc = _add_tile(
                         s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                         step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, True,
-                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, AHEAD > 0, BLOCK_N,
                     )  # fmt: skip
                     step += 1
                 if AHEAD:
@@ -411,9 +419,23 @@ def _consumer(
                     _s, _dp, acc = _add_tile(
                         s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
                         step, x, i, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, True,
-                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False,
+                        SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, AHEAD, False, BLOCK_N,
                     )  # fmt: skip
                     step += 1
+                if SHORT:
+                    if SOFTMAX:
+                        lse_x = gl.convert_layout(lse_x, half_rows, assert_trivial=True)
+                        delta_x = gl.convert_layout(delta_x, half_rows, assert_trivial=True)
+                    i_x = gl.convert_layout(i, half_rows, assert_trivial=True)
+                    s = gl.full([64, BLOCK_N // 2], 0.0, gl.float32, half_layout)
+                    dp = s
+                    for x in range(whole, end):
+                        s, dp, acc = _add_tile(
+                            s, dp, acc, q_tile, do_tile, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
+                            step, x, i_x, lse_x, delta_x, lq, lk, free0, free1, left, right, scale, act_id, True,
+                            SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, TRANSPOSED, BLOCK_N, STAGES, 0, False, BLOCK_N // 2,
+                        )  # fmt: skip
+                        step += 1
             else:
                 if SOFTMAX and AHEAD == 2:
                     _row_sums(o_rows, do_tile, lse_i, delta + at_row, i, lq, delta_scale, wide)
@@ -440,8 +462,8 @@ def hopper_bwd_dq_kernel(
     scale, ds_scale, delta_scale, stride_on, stride_oh, stride_dq,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr, AHEAD: gl.constexpr, TRANSPOSED: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr,
+    TRANSPOSED: gl.constexpr,    num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
         fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
@@ -469,7 +491,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, table, tiles, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
+                    0, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, SHORT, TRANSPOSED,
                 ),
             ),
             (
@@ -478,7 +500,7 @@ def hopper_bwd_dq_kernel(
                     out, lse, delta, table, tiles, q_slots, do_slots, k_slots, v_slots,
                     q_full, done, k_full, k_empty, v_full, v_empty,
                     act_ids, rows, left, right, scale, ds_scale, delta_scale, stride_on, stride_oh,
-                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, TRANSPOSED,
+                    1, H, D, SOFTMAX, ACT, ACT_SET, FAST, FOLDED, CAUSAL, WINDOW, BLOCK_N, STAGES, HELD, AHEAD, SHORT, TRANSPOSED,
                 ),
             ),
             (

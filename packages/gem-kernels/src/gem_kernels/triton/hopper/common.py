@@ -261,6 +261,22 @@ def query_range(n0, n1, lq, lk, left, right, BLOCK_M: gl.constexpr, CAUSAL: gl.c
 
 
 @gluon.jit
+def first_rows(slot, N: gl.constexpr):
+    """The first ``N`` rows of a slot."""
+    if slot.shape[0] == N:
+        return slot
+    else:
+        return slot.slice(0, N)
+
+
+@gluon.jit
+def whole_tiles(begin, end, rows, BLOCK: gl.constexpr):
+    """One past the last of the tiles begin .. end of ``rows`` rows that are worked on as a whole: all but a last one that has rows in its
+    first half alone. It is never the only one: ptxas prepares addresses for both loops where the first one is entered."""
+    return gl.where(((rows - 1) % BLOCK < BLOCK // 2) & (end - begin > 1), end - 1, end)
+
+
+@gluon.jit
 def ring_slot(step, second: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr):
     """Slot and phase of a step's tile of K, or of V (``second``): in a ring of its own, or SHARED by both in turn."""
     n = 2 * step + second if SHARED else step

@@ -3,7 +3,8 @@
 ``GLUON`` 0 is the portable kernel of `gem_kernels.triton.attention`, where that is the faster one. Other keys: BLOCK_N (key rows of a
 tile), STAGES (slots of the streamed side), HELD (slots of the held side), PARTS (forward: query tiles for which keys are loaded once), WALK
 (backward: a program walks past a run of tiles, for which the streamed side moves once), AHEAD (products of the next tile issued before this
-one's are done; in the forward pass 2: the next query tile's, too), REGS (Q is multiplied from registers), FUSED (backward in one kernel).
+one's are done; in the forward pass 2: the next query tile's, too), SHORT (backward without a mask: a last tile that is at most half full is
+half a step), REGS (Q is multiplied from registers), FUSED (backward in one kernel).
 """
 
 from __future__ import annotations
@@ -119,11 +120,15 @@ def _query_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
     if p.d > 128:
         return [{"BLOCK_N": 64, "STAGES": 3, "HELD": 1, "AHEAD": a} for a in (0, 1)]
     found: list[Config] = [{"BLOCK_N": 64, "STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 2)]
+    if p.mask == "full":
+        found.append({**found[0], "SHORT": 1})
     return [*found, {**_WALK, "BLOCK_N": 64, "AHEAD": 0}] if p.window else found
 
 
 def _key_side(_kernel: str, p: Plan, _info: DeviceInfo) -> list[Config]:
     found: list[Config] = [{"STAGES": 3, "HELD": 2, "AHEAD": a} for a in (0, 1)]
+    if p.mask == "full":
+        found.append({**found[0], "SHORT": 1})
     return [*found, {**_WALK, "AHEAD": 0}] if p.window and p.d <= 128 else found
 
 
@@ -245,7 +250,7 @@ def _slope_sum(
         _box(q, 64), _box(k, n), _box(v, n), _box(dout, 64), _box(result, 64), result, out, lse, delta,
         tiles.table, tiles.count, offsets, x.act_ids, x.batch, result.shape[0], p.left, p.right,
         p.scale, _slope_scale(p), 1.0 / p.out_scale if p.out_scale else 0.0, *strides, result.stride(0),
-        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "WALK": 0, **config}, **_constants(x),
+        H=p.heads, TRANSPOSED=transposed, **{"AHEAD": 0, "SHORT": 0, "WALK": 0, **config}, **_constants(x),
     )  # fmt: skip
 
 
@@ -272,7 +277,7 @@ def _split(x: Inputs, results: Saved, dout: Tensor) -> Saved:
         _slope_sum(x, (x.q, dout, x.k, x.v), dq, rows, x.q_offsets, config, (out, lse, delta))
 
     def key_side(config: Config) -> None:
-        config = {"WALK": 0, **_walking(x, config, {"STAGES": 3, "HELD": 2, "AHEAD": 0})}
+        config = {"SHORT": 0, "WALK": 0, **_walking(x, config, {"STAGES": 3, "HELD": 2, "AHEAD": 0})}
         launch(
             hopper_bwd_dkdv_kernel, (min(x.info.sms, keys.bound * p.kv_heads),), x.device,
             _box(x.q, 64), _box(x.k, 64), _box(x.v, 64), _box(dout, 64), _box(dk, 64), _box(dv, 64), dk, dv, lse, delta,

@@ -19,7 +19,7 @@ from gem_core.ops.contract import YES
 from gem_core.ops.dispatch import offering
 from gem_core.plugins import manager
 from gem_core.testing.strategies import StrategyConformance, run_processes, run_training, train_rank
-from gem_core.train import replicas
+from gem_core.train import captured, replicas
 from gem_core.train import step as train_step
 from gem_core.train.mesh import Mesh
 from gem_parallel.dense.ddp import check_mesh
@@ -66,6 +66,34 @@ def test_cut_steps_train_as_one_process_does(world, tmp_path):
         for key, value in alone["state"].items():
             off = float((ranks[0][name]["state"][key] - value).abs().max())
             assert off <= 1e-5 * (1 + float(value.abs().max())), (name, key, off)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES[1]))
+def test_a_step_that_does_not_count_leaves_the_tables_alone(name, monkeypatch):
+    """Its gradients are NaN; the tables make them zeros themselves, and the steps after it train on."""
+    monkeypatch.setattr(train_step, "check_capture", lambda *_: None)
+    real_loss, real_cut, changed = train_step.TrainStep._loss, train_step.TrainStep._cut, []
+
+    def loss(self, output, batch):
+        return real_loss(self, output, batch) * (float("nan") if len(changed) == 2 else 1.0)
+
+    def cut(self, room, fed, following):
+        def held():
+            return [part.clone() for _, shards in self.parts.tables.state_items() for _, part in shards.parts]
+
+        before = held()
+        assert before
+        vector = real_cut(self, room, fed, following)
+        changed.append(not all(torch.equal(one, two) for one, two in zip(before, held(), strict=True)))
+        return vector
+
+    monkeypatch.setattr(train_step.TrainStep, "_loss", loss)
+    monkeypatch.setattr(train_step.TrainStep, "_cut", cut)
+    monkeypatch.setattr(captured, "_zero_unless", lambda *_: pytest.fail("a pass of its own"))
+    config = StrategyConformance.config(STRATEGIES[1][name])
+    config["train"] = {**config["train"], "capture": True, "nonfinite": "skip"}
+    train_rank(0, 1, {"config": config, "scenarios": {"s": [[(9,)]] * 5}})
+    assert changed == [True, True, False, True, True]
 
 
 def with_copies(rank, world, task):

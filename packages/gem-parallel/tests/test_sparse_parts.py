@@ -335,3 +335,17 @@ def test_pieces_one_after_another(dtype: torch.dtype) -> None:
     cases = [other, wide[:, :2], wide[:, 2:], wide[0], other[:0]], [wide[:, 1:3]], [other[:0], wide], [wide[:0, 1:3], other]
     for pieces in (*cases, [wide[:, :8], wide[:, 8:16], wide[:, 16:]], [other, wide[:, 8:16]], [wide.t()]):
         assert torch.equal(_one_after_another(list(pieces)), torch.cat([p.flatten() for p in pieces]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_that_a_flag_makes_zeros(dtype: torch.dtype) -> None:
+    """Whatever they hold, whole tensors and columns, of whole words or not, turned ones; the pieces stay as they are."""
+    wide, whole = torch.full((4, 24), float("nan"), dtype=dtype), torch.tensor([[1.0, float("inf")], [-0.0, 2.0]], dtype=dtype)
+    wide[1] = 3.0
+    pieces = [whole, wide[:, :8], wide[:, 8:11], wide[:3, :5].t()]
+    expected = torch.cat([p.flatten() for p in pieces])
+    for ok in (True, False):
+        found = _one_after_another(list(pieces), torch.tensor(ok))
+        torch.testing.assert_close(found, expected if ok else torch.zeros_like(expected), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(whole.isinf(), torch.tensor([[False, True], [False, False]]))
+    assert wide.isnan().sum() == 72

@@ -265,12 +265,18 @@ class FixedRows:
         return found
 
 
-def give_back(looked_up: Embedded, gradients: Mapping[tuple[str, ...], Tensor], ok: Tensor) -> None:
-    """The tables' backward pass, from gradients of `FixedRows`; where the flag ``ok`` is false they are zeros, whatever they hold."""
+def give_back(
+    looked_up: Embedded, gradients: Mapping[tuple[str, ...], Tensor], ok: Tensor, gate: Callable[[Tensor], None] | None = None
+) -> None:
+    """The tables' backward pass, from gradients of `FixedRows`; where the flag ``ok`` is false they are zeros, whatever they hold. Tables
+    that make them zeros themselves have a ``gate``, which is given the flag."""
     rows = _rows_of(looked_up)
     reached = {keys: g[: rows[keys[0]].shape[0]] for keys, g in gradients.items() if rows[keys[0]].requires_grad}
     if reached:
-        _zero_unless(ok, list(reached.values()))
+        if gate is None:
+            _zero_unless(ok, list(reached.values()))
+        else:
+            gate(ok)
         parts = {key: part for keys, g in reached.items() for key, part in zip(keys, g.split([rows[k].shape[1] for k in keys], 1))}
         torch.autograd.backward([rows[key] for key in parts], list(parts.values()))
 

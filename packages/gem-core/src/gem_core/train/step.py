@@ -215,7 +215,7 @@ class TrainStep:
         if self._shared is not None:
             self._shared.go_on()
         torch.eq(numbers[1], 0, out=self._gate)
-        give_back(looked_up, gradients, self._gate)
+        give_back(looked_up, gradients, self._gate, getattr(tables, "zero_unless", None))
         squared = self._step_tables(self._gate)
         if squared is not None:
             self._table_norm.copy_(squared)

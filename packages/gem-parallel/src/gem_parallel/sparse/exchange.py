@@ -365,8 +365,11 @@ class Routes:
             i: asked.order[starts[i] : starts[i] + asked.segment_ids[i]] - bounds[s.key] for i, s in enumerate(self.segments) if s.single
         }
 
-    def give_back(self, gradients: list[Tensor | None], reads: Demand, asked: Asked, factor: float) -> list[Tensor]:
-        """Gradients of the results, times ``factor``, to those of the sums of this rank's units; the reverse of `answer`."""
+    def give_back(
+        self, gradients: list[Tensor | None], reads: Demand, asked: Asked, factor: float, ok: Tensor | None = None
+    ) -> list[Tensor]:
+        """Gradients of the results, times ``factor``, to those of the sums of this rank's units; the reverse of `answer`. Where the flag
+        ``ok`` is false they are zeros, whatever they hold."""
         places, pieces = self._places(asked), []
         scaled: dict[int, Tensor] = {}
         for s, n, i in zip(self.segments, asked.segment_ids, range(len(self.segments))):
@@ -389,7 +392,7 @@ class Routes:
         mine = dims[self.axes.model_rank]
         received = [sum(n * d for n, d in zip(bags, mine)) for bags in reads.bags]
         sent = [sum(n * d for n, d in zip(bags, ds)) for bags, ds in zip(asked.bags, dims)]
-        flat = self.axes.outputs.all_to_all(_one_after_another(pieces), received, sent)
+        flat = self.axes.outputs.all_to_all(_one_after_another(pieces, ok), received, sent)
         return by_unit(flat, reads.bags, mine)
 
 
@@ -415,8 +418,9 @@ def _starts(sizes: list[int]) -> list[int]:
     return starts[:-1]
 
 
-def _one_after_another(pieces: list[Tensor]) -> Tensor:
-    """All values of ``pieces``, not empty; columns of wider tensors are copied once, to where they belong."""
+def _one_after_another(pieces: list[Tensor], ok: Tensor | None = None) -> Tensor:
+    """All values of ``pieces``, not empty; columns of wider tensors are copied once, to where they belong. Zeros where the flag ``ok`` is
+    false: values are multiplied as integers, of which any times 0 is 0."""
     flat, at, run = pieces[0].new_empty(sum(p.numel() for p in pieces)), 0, []
     for i, piece in enumerate(pieces):
         whole = piece.is_contiguous()
@@ -425,20 +429,31 @@ def _one_after_another(pieces: list[Tensor]) -> Tensor:
         if run and (not whole or i + 1 == len(pieces)):
             size = sum(p.numel() for p in run)
             torch.cat(run, out=flat[at : at + size])
+            if ok is not None:
+                words = flat[at : at + size].view(_INTEGERS[flat.element_size()])
+                words.mul_(ok.to(words.dtype))
             at, run = at + size, []
         if not whole:
-            _copy_columns(flat[at : at + piece.numel()].view(piece.shape), piece)
+            _copy_columns(flat[at : at + piece.numel()].view(piece.shape), piece, ok)
             at += piece.numel()
     return flat
 
 
-def _copy_columns(place: Tensor, piece: Tensor) -> None:
-    """``piece [rows, dim]``, columns of a wider tensor, into ``place``; by words of 8 bytes where both allow it, since a thread copies so
-    many elements, however small these are."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _copy_columns(place: Tensor, piece: Tensor, ok: Tensor | None = None) -> None:
+    """``piece [rows, dim]``, columns of a wider tensor, into ``place``, or zeros (see `_one_after_another`); by words of 8 bytes where both
+    allow it, since a thread copies so many elements, however small these are."""
     each = 8 // piece.element_size()
     if piece.stride(1) == 1 and all(n % each == 0 for t in (place, piece) for n in (t.shape[1], t.stride(0), t.storage_offset())):
         place, piece = place.view(torch.int64), piece.view(torch.int64)
-    place.copy_(piece)
+    if ok is None:
+        place.copy_(piece)
+        return
+    if place.is_floating_point():
+        place, piece = (t.view(_INTEGERS[t.element_size()]) for t in (place, piece))
+    torch.mul(piece, ok.to(piece.dtype), out=place)
 
 
 def _joined(flat: Tensor, ranges: list[tuple[int, int]]) -> Tensor:

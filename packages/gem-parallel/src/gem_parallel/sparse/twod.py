@@ -134,6 +134,7 @@ class Tables2d(nn.Module):
         self.window = min(config.window, len(units)) if config.schedule == "article" else len(units)
         self.slots: list[Slot] = []
         self.ahead: Ahead | None = None
+        self._ok: Tensor | None = None
         self._side = torch.cuda.Stream(where.device) if where.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._fill(tables)
 
@@ -294,11 +295,16 @@ class Tables2d(nn.Module):
             for j, generator in enumerate(g for g in generators if g is not None):
                 generator.manual_seed((drawn + 7919 * (place * 1009 + 2 * i + j)) % 2**63)
 
+    def zero_unless(self, ok: Tensor) -> None:
+        """Let gradients of the next backward pass be zeros where the flag ``ok`` is false, whatever they hold: no pass of its own."""
+        self._ok = ok
+
     def _update(self, step: Step, gradients: tuple[Tensor | None, ...]) -> None:
         self._draw_anew()
         share = 1.0 / (self.axes.model * (1 if self.whole else self.axes.replica))
         # rows are added up before they travel to other replicas, and times their share then
-        given = self.routes.give_back(list(gradients), step.reads, step.asked, share if self.touched is None else 1.0)
+        ok, self._ok = self._ok, None
+        given = self.routes.give_back(list(gradients), step.reads, step.asked, share if self.touched is None else 1.0, ok)
         if self.touched is not None:
             assert step.wanted is not None
             self.touched.update(step.wanted, step.tickets, given, share)

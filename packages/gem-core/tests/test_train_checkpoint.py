@@ -21,8 +21,11 @@ from hypothesis import strategies as st
 from gem_core.batch import Batch, SparseGroup
 from gem_core.errors import CheckpointError
 from gem_core.jagged import Jagged
+from gem_core.train import tensorfile
 from gem_core.train.checkpoint import CheckpointStore, check_fit
 from gem_core.train.pack import load_packed, pack, save_packed, unpack
+from gem_core.train.runtime import Runtime
+from gem_core.train.state import newest, opened
 from gem_core.train.tensorfile import crc32_of, read_tensors, write_tensors
 
 
@@ -308,3 +311,16 @@ def test_sigkill_in_the_middle_of_a_write_leaves_a_usable_checkpoint(tmp_path):
             assert latest.state("rank-0") == {"position": latest.step}
         server.stdin.close()
     assert interrupted, "no kill hit a write: the test must wait differently"
+
+
+def test_reading_and_writing_a_checkpoint_tell_of_progress(tmp_path, monkeypatch):
+    """However large it is: a process that reads or writes for longer than the watchdog's timeout does not stand still."""
+    monkeypatch.setattr(tensorfile, "_CHUNK", 1024)
+    store, told = CheckpointStore(tmp_path), []
+    large = {"w": torch.arange(4096.0)}
+    store.save(3, meta={}, parts={"model": large}, shared={}, ranks=[{}], progress=lambda: told.append("written"))
+    assert told == ["written"] * 16
+    newest(store, Runtime(torch.device("cpu"), progress=lambda: told.append("read")))
+    assert told.count("read") == len(store.load(3).meta["files"])
+    opened(store, 3, Runtime(torch.device("cpu"), progress=lambda: told.append("read again")))
+    assert told.count("read again") == told.count("read") > 3

@@ -190,14 +190,15 @@ class CheckpointStore:
                 raise CheckpointError(f"the checkpoint is damaged: {name} {found}", where=str(path), fix="use an older checkpoint")
         return Checkpoint(path, meta)
 
-    def problem(self, step: int, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with a checkpoint: its files are read and held against their checksums. ``share`` (i, n): every n-th of them."""
+    def problem(self, step: int, share: tuple[int, int] = (0, 1), progress: Callable[[], None] = nothing) -> str | None:
+        """What is wrong with a checkpoint: its files are read and held against their checksums. ``share`` (i, n): every n-th of them.
+        ``progress``: see `crc32_of`."""
         try:
             checkpoint = self.load(step)
             if checkpoint.meta.get("own_crc32", _own_crc32(checkpoint.meta)) != _own_crc32(checkpoint.meta):
                 return "the checkpoint is damaged: meta.json has not the content that was written"
             for name, crc32 in list(checkpoint.meta.get("crc32", {}).items())[share[0] :: share[1]]:
-                if crc32_of(checkpoint.path / name) != crc32:
+                if crc32_of(checkpoint.path / name, progress) != crc32:
                     return f"the checkpoint is damaged: {name} has not the content that was written"
         except CheckpointError as error:
             return error.what

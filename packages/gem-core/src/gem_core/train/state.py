@@ -28,8 +28,7 @@ def newest(store: CheckpointStore, runtime: Runtime) -> tuple[Checkpoint, dict[i
     """
     problems = runtime.on_main(store.gone)
     for step in runtime.on_main(store.order):
-        runtime.progress()
-        found = runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world)))
+        found = runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world), runtime.progress))
         wrong = next((p for p in found if p is not None), None)
         if wrong is None:
             return store.load(step), problems
@@ -50,7 +49,8 @@ def opened(store: CheckpointStore, step: int | None, runtime: Runtime) -> Checkp
                 _log.warning("checkpoint of step %d not usable: %s; step %d is taken", other, problem, checkpoint.step)
         return checkpoint
     checkpoint = store.load(step)
-    wrong = next((p for p in runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world))) if p is not None), None)
+    found = runtime.gather_objects(store.problem(step, (runtime.rank, runtime.world), runtime.progress))
+    wrong = next((p for p in found if p is not None), None)
     if wrong is not None:
         raise CheckpointError(wrong, where=str(checkpoint.path), fix=f"use another step; there are: {', '.join(map(str, store.steps()))}")
     return checkpoint

@@ -66,12 +66,17 @@ class Summed:
         os.fsync(self.file.fileno())
 
 
-def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file's bytes as the disk gives them."""
+def nothing() -> None:
+    """Tells nobody of progress."""
+
+
+def crc32_of(path: Path, progress: Callable[[], None] = nothing) -> int:
+    """The CRC-32 of a file's bytes as the disk gives them. ``progress`` is called after each 16 MiB or less."""
     found, buffer = 0, memoryview(bytearray(16 * 2**20))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             found = zlib.crc32(buffer[:count], found)
+            progress()
     return found
 
 
@@ -87,10 +92,6 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise CheckpointError(f"the stored dtype {name!r} is not known", fix="use the version of gem-core that wrote it")
     return _DTYPES[name]
-
-
-def nothing() -> None:
-    """Tells nobody of progress."""
 
 
 def write_tensors(

@@ -206,6 +206,8 @@ def test_rows_without_a_label_are_left_out_by_a_filter_that_says_so(tmp_path):
     assert sum(rows_of(tmp_path, proposed, split) for split in ("train", "eval")) == 30
     proposed, _ = proposed_of(tmp_path, {name: columns[name] for name in ("x", "y")}, label="y")
     assert rows_of(tmp_path, proposed, "eval") == 30
+    with pytest.raises(DataError, match="the column 'y' holds no value"):
+        proposed_of(tmp_path, {**columns, "y": pa.nulls(40, pa.int64())}, label="y")
     with pytest.raises(DataError, match="the label is NaN in 10 of 40 rows"):
         proposed_of(tmp_path, {**columns, "y": [0.0, float("nan"), 1.0, 0.0] * 10}, label="y")
 

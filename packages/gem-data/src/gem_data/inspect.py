@@ -172,7 +172,8 @@ class _Proposal:
     def _find_labels(self, asked: str | None, files: list[DataFile]) -> None:
         where = files[0].path
         if asked is not None and asked not in self._free:
-            raise DataError(f"there is no column {asked!r}", where=where, fix=f"--label must be one of {', '.join(self._free)}")
+            why = f"the column {asked!r} {self.left_out[asked]}" if asked in self.left_out else f"there is no column {asked!r}"
+            raise DataError(why, where=where, fix=f"--label must be one of {', '.join(self._free)}")
         if asked is not None and (self._free[asked].depth or self._free[asked].kind not in ("int", "float", "bool")):
             raise DataError(
                 f"the column {asked!r} has the type {self._free[asked].type}, a label is one number a row",

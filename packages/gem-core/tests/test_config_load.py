@@ -265,6 +265,7 @@ def test_options_of_plugins_are_typed(write):
         ("model.side.kind=none", r"^a tower of no kind has depth 0\n  where: model\.side "),
         ("model.kinds=ful", r"^model\.kinds = \"ful\": input should be 'full' or 'window' or input should be a valid (array|tuple)\n"),
         ("model.kinds=['full', 'windo']", r"^model\.kinds\.1 = \"windo\": input should be 'full' or 'window'"),
+        ("model.sequence.dim=8", r"^model\.sequence is no key of the model 'toy'\n.*\n.*take it out, or choose a model that has it: gem"),
         ("model.preset=tiny", r"^the model 'toy' has no presets\n.*model\.preset"),
         ("data.rows.rows=x", r'data\.rows\.rows = "x": input should be a valid integer'),
         ("train.callbacks.clock.evry=1", r"unknown key train\.callbacks\.clock\.evry"),

@@ -121,6 +121,15 @@ def model_config(config: Config) -> Any:
         from gem_core.model.presets import preset
 
         options = merged(preset(config.model.preset), options)
+    for key in options:
+        if key not in spec.config_type.model_fields:
+            others = [other.name for other in manager().offers("model") if key in other.config_type.model_fields]
+            if others:  # the file was written for another model
+                raise ConfigError(
+                    f"model.{key} is no key of the model {config.model.name!r}",
+                    where=config.origin.where(("model", key)),
+                    fix=f"take it out, or choose a model that has it: {', '.join(sorted(others))}",
+                )
     return validate(spec.config_type, options, ("model",), config.origin)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gem_core.config.features import Features
-from gem_core.errors import DataError
+from gem_core.errors import ConfigError, DataError
 from gem_core.testing.sources import assert_same_batch, ids_of
 from gem_data import ParquetSource
 
@@ -165,3 +165,11 @@ def test_stateful_loaders_resume_exactly_twice(path, tmp_path, workers):
         reading.load_state_dict(state)
         got += ids_of(islice(reading, steps) if steps else reading)
     assert sorted(got) == want
+
+
+def test_more_processes_than_a_machine_can_bear_are_refused(path, tmp_path, monkeypatch):
+    """Before any is started."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    with pytest.raises(ConfigError, match=r"(?s)21 processes that decode are too many for 5 cores.*data\.parquet\.workers.*at most 20"):
+        ParquetSource(path, FEATURES, batch_size=4, workers=21, quarantine=str(tmp_path))
+    ParquetSource(path, FEATURES, batch_size=4, workers=20, quarantine=str(tmp_path))  # none is started before it is read

@@ -9,6 +9,7 @@ whatever the number of rows (`gem_data.stream`).
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -73,6 +74,13 @@ class ParquetSource(IterableDataset[Batch]):
         section: str = "data.parquet",
     ) -> None:
         self.features, self.seed, self.batching, self._section = features, seed, batching, section
+        most = max(16, 4 * (os.cpu_count() or 1))
+        if workers > most:  # each holds an interpreter and a window: hundreds take a machine down
+            raise ConfigError(
+                f"{workers} processes that decode are too many for {os.cpu_count()} cores",
+                where=f"{section}.workers",
+                fix=f"set at most {most}",
+            )
         self._prefetch, self._workers = prefetch, workers
         self._rows = RowReader(features, [text for text in (features.filter, filter) if text], quarantine)
         self._check_quarantine()

@@ -226,6 +226,18 @@ def test_what_the_presets_ask_of_a_history_and_it_lacks_is_switched_off(tmp_path
         assert main(["train", str(tmp_path / "my.toml"), *options, "--run-dir", str(tmp_path / name)]) == 0
 
 
+def test_what_one_history_lacks_and_another_has_is_told(tmp_path):
+    """The model has one setting for all of them."""
+    columns = {"item": [i % 9 for i in range(40)], "click": [0, 1] * 20, "hist_item": [[1, 2][: i % 3] for i in range(40)]}
+    columns |= {
+        "hist_ts": [[1_760_000_000, 1_760_000_001][: i % 3] for i in range(40)],
+        "hist_shop": [[1, 2, 3][: i % 4] for i in range(40)],
+    }
+    proposed, text = proposed_of(tmp_path, columns)
+    assert proposed["model"]["sequence"]["event"] == {"compare": False, "time_buckets": 0}
+    assert "# history2: its events have no times; one setting for all, so history goes without too" in text
+
+
 def test_a_log_without_a_feature_is_refused(tmp_path):
     with pytest.raises(DataError, match="no column could be a feature of the sample itself: 'x' holds one value only"):
         proposed_of(tmp_path, {"x": [1] * 40, "click": [0, 1] * 20})

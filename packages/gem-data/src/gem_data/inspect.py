@@ -103,7 +103,10 @@ def _model(features: Features) -> list[str]:
         for asked, key, value, why in without:
             if not getattr(sequence, asked):
                 event[key] = value
-                notes.append(_comment(f"{name}: {why}"))
+                others = [other for other, spec in features.sequences.items() if getattr(spec, asked)]
+                notes.append(
+                    _comment(f"{name}: {why}" + (f"; one setting for all, so {', '.join(others)} goes without too" if others else ""))
+                )
     return ["\n".join(notes), tomli_w.dumps({"model": {"sequence": {"event": event}}})] if event else []
 
 

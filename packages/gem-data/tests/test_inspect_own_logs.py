@@ -294,11 +294,13 @@ def test_another_label_is_no_feature(tmp_path):
     """It is known when the label is, and may be the same."""
     label = [0, 1] * 20
     columns = {"x": [*range(40)], "click": label, "target": label, "buy": [0, None, 1, 0] * 10, "y": [i % 3 for i in range(40)]}
+    columns["outcome"] = [{"Clicked": one} for one in label]
     proposed, text = proposed_of(tmp_path, columns)
     assert proposed["features"]["labels"] == {"ctr": {"column": "click"}}
     assert set(proposed["features"]["sparse"]) == {"x", "y"}
     assert "# left out: target: called like a label too" in text
     assert "--label buy takes it" in text
+    assert "--label outcome.Clicked takes it" in text
     proposed, _ = proposed_of(tmp_path, columns, label="target")
     assert proposed["features"]["labels"] == {"ctr": {"column": "target"}}
     assert set(proposed["features"]["sparse"]) == {"x", "y"}

@@ -243,7 +243,7 @@ class _Proposal:
             elif _iso(column) and not column.depth:
                 self._take(column.name)
                 self.left_out[column.name] = "times as text; store them as timestamps (pyarrow: column.cast('timestamp[us]'))"
-            elif name in (*_LABELS, *_SECOND) and _binary(replace(column, nulls=0)):
+            elif (column.child or name).lower() in (*_LABELS, *_SECOND) and _binary(replace(column, nulls=0)):
                 self._take(column.name)
                 self.left_out[column.name] = (
                     f"called like a label too, so it would tell the answer; --label {column.name} takes it for the label"

@@ -283,7 +283,7 @@ def test_group_key_takes_a_column_or_a_single_valued_feature():
             "tags": Jagged.from_lengths(torch.tensor([1, 2, 3]), torch.tensor([2, 1])),
         }
     )
-    b = Batch(size=2, sparse=sparse, columns={"day": torch.tensor([3, 4])})
+    b = Batch(size=2, sparse=sparse, columns={"day": torch.tensor([3, 4]), "user": torch.tensor([7, 8])})
     assert group_key(b, "day").tolist() == [3, 4]
     assert group_key(b, "user").tolist() == [7, 8]
     with pytest.raises(DataError, match="no or several ids"):
@@ -292,7 +292,7 @@ def test_group_key_takes_a_column_or_a_single_valued_feature():
         odd = Batch(size=2, columns={"price": torch.tensor([1.0, bad])})
         with pytest.raises(DataError, match=r"'price' holds numbers that are not whole or missing(.|\n)*eval\.group"):
             group_key(odd, "price")
-    with pytest.raises(DataError, match="it has: day, user, tags"):
+    with pytest.raises(DataError, match="it has: day, user, tags$"):
         group_key(b, "nobody")
 
 

@@ -168,7 +168,7 @@ def group_key(batch: Batch, name: str, where: str = "eval.group") -> Tensor:
             )
         return values.long()
     if batch.sparse is None or name not in batch.sparse.keys:
-        there = [*batch.columns, *(batch.sparse.keys if batch.sparse else ())]
+        there = dict.fromkeys((*batch.columns, *(batch.sparse.keys if batch.sparse else ())))
         raise DataError(
             f"the evaluation data has neither a column nor a sparse feature called {name!r}",
             where=where,

@@ -292,7 +292,7 @@ def test_group_key_takes_a_column_or_a_single_valued_feature():
         odd = Batch(size=2, columns={"price": torch.tensor([1.0, bad])})
         with pytest.raises(DataError, match=r"'price' holds numbers that are not whole or missing(.|\n)*eval\.group"):
             group_key(odd, "price")
-    with pytest.raises(DataError, match="it has: day, user, tags$"):
+    with pytest.raises(DataError, match=r"it has: day, user, tags$"):
         group_key(b, "nobody")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import math
 import os
 import tempfile
@@ -92,3 +93,12 @@ def room() -> Iterator[Callable[[float], None]]:
     torch.cuda.empty_cache()
     for place in held:
         place.close()
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """What a test took on a GPU and PyTorch would keep for the next ones of this process is there for other processes."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        gc.collect()  # tensors of a failed test hang in its traceback's cycles
+        torch.cuda.empty_cache()

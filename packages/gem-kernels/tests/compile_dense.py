@@ -79,7 +79,7 @@ def main(arch: str, *labels: str) -> None:
         if not labels or label in labels:
             _compile(arch, label, op, arguments)
     if arch == "sm_90" and not labels:
-        for d, norm in ((64, "rms"), (128, "layer"), (256, None)):
+        for d, norm in ((64, "rms"), (128, "layer"), (256, None), (256, "rms")):
             _compile_hopper_mlp(d, norm)
         for kind, affine in (("rms", False), ("layer", True)):
             _compile_hopper_rows(kind, affine)

@@ -50,9 +50,18 @@ def backward(problem: Problem, saved: Any, dout: Any, needs: tuple[bool, ...]) -
     return portable.backward(problem, saved, dout, needs, _hidden)
 
 
-def stages(width: int, out: int) -> int:
-    """Slots of the ring of 128 x 64 tiles, beside both weights' slices and two buffers a warpgroup that results leave through."""
-    return min((_ROOM - 2 * BLOCK_H * (width + out + 128 * 2)) // (2 * 128 * 64), 8)
+def shared_bytes(width: int, out: int, stages: int, buffers: int) -> int:
+    """Of both weights' slices, the ring of 128 x 64 tiles and the buffers that results leave through."""
+    return 2 * BLOCK_H * (width + out) + stages * 2 * 128 * 64 + buffers * 2 * 2 * 64 * BLOCK_H
+
+
+def plan(width: int, out: int) -> tuple[int, int]:
+    """(slots of the ring, whole buffers' worth of room for results a warpgroup): two where at least six slots fit beside them."""
+    for buffers, least in ((2, 6), (1, 3)):
+        stages = (_ROOM - shared_bytes(width, out, 0, buffers)) // (2 * 128 * 64)
+        if stages >= least:
+            return min(stages, 8), buffers
+    raise ValueError(f"no room for {width} and {out} columns")
 
 
 def _hidden(
@@ -60,8 +69,8 @@ def _hidden(
     want_db1: bool, want_db2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """act(z) and dz of these rows, and the column sums of dz and dy (no columns where they are not wanted)."""
-    if max(x.shape[1], w2.shape[0]) > 128:
-        return _hidden_wide(problem, x, w1, b1, w2, dy, mean, rstd, want_db1, want_db2)
+    if max(x.shape[1], w2.shape[0]) > 128 and problem.option("norm") is None:
+        return _hidden_wide(problem, x, w1, b1, w2, dy, want_db1, want_db2)
     from gem_kernels.triton.hopper.mlp_bwd import hopper_mlp_bwd_kernel
 
     rows, width = x.shape
@@ -71,32 +80,40 @@ def _hidden(
     slices = size // BLOCK_H
     walks = max(1, min(device_info(x.device).sms // slices, -(-rows // 128)))
     sums = torch.empty((8 * walks, size if want_db1 else 0), dtype=torch.float32, device=x.device)
+    stages, buffers = plan(width, out)
+    parts = 3 - buffers
+    own = max(width, out) > 128  # the ring is short there
+    # a program adds up one chunk of 64 columns of dy; of narrower ones that was not timed
+    beside = want_db2 and own and slices >= out // 64
+    dy_sums = torch.empty((8 * walks, out if beside else 0), dtype=torch.float32, device=x.device)
+    ring_rows = 64 if own else 128
     if rows:
         given, grad, up, down = (addressable(t) for t in (x, dy, w1.contiguous(), w2.contiguous()))
         act = IDS[problem.option("activation")]
         launch(
             hopper_mlp_bwd_kernel, (walks * slices,), x.device,
-            box(given, 128, 64), box(grad, 128, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
-            *(box(t, 64, BLOCK_H) for t in (hidden, dhidden)), b1, up.float().sum(1) if layer else None, mean, rstd,
-            sums if want_db1 else None, rows, slices, gain(act),
-            HIDDEN=size, KX=width // 64, KD=out // 64, BLOCK_H=BLOCK_H, STAGES=stages(width, out), ACT=act,
+            box(given, ring_rows, 64), box(grad, ring_rows, 64), box(up, BLOCK_H, 64), box(down, 64, BLOCK_H),
+            *(t if t.is_contiguous() else None for t in (given, grad)), *(box(t, 64, BLOCK_H // parts) for t in (hidden, dhidden)),
+            b1, up.float().sum(1) if layer else None, mean, rstd,
+            sums if want_db1 else None, dy_sums if beside else None, rows, slices, gain(act),
+            HIDDEN=size, KX=width // 64, KD=out // 64, OWN=own, BLOCK_H=BLOCK_H, STAGES=stages, PARTS=parts, ACT=act,
             FAST=fast(True, x.dtype), NORM=problem.option("norm") is not None, LAYER=layer, num_warps=4, maxnreg=168,
         )  # fmt: skip
     else:
         sums.zero_()
-    return hidden, dhidden, sums.sum(0), column_sum(dy) if want_db2 else dy.new_empty(0, dtype=torch.float32)
+        dy_sums.zero_()
+    db2 = column_sum(dy) if want_db2 and not beside else dy_sums.sum(0)
+    return hidden, dhidden, sums.sum(0), db2
 
 
 def _hidden_wide(
-    problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, dy: Tensor, mean: Tensor | None, rstd: Tensor | None,
-    want_db1: bool, want_db2: bool,
+    problem: Problem, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, dy: Tensor, want_db1: bool, want_db2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_hidden` of more than 128 columns: twice as many hidden columns a program, half as many loads."""
+    """`_hidden` of more than 128 columns without a norm: twice as many hidden columns a program, half as many loads."""
     from gem_kernels.triton.hopper.mlp_bwd_wide import hopper_mlp_bwd_wide_kernel
 
     rows, width = x.shape
     size, out = w1.shape[0], w2.shape[0]
-    layer = problem.option("norm") == "layer"
     hidden, dhidden = (torch.empty((rows, size), dtype=x.dtype, device=x.device) for _ in range(2))
     slices = -(-size // 256)
     walks = max(1, min(device_info(x.device).sms // slices, -(-rows // 64)))
@@ -109,9 +126,9 @@ def _hidden_wide(
             hopper_mlp_bwd_wide_kernel, (walks * slices,), x.device,
             box(given, 64, 64), box(grad, 64, 64), box(up, 128, 64), box(down, 64, 64),
             *(t if t.is_contiguous() else None for t in (given, grad)), *(box(t, 32, 64) for t in (hidden, dhidden)),
-            b1, up.float().sum(1) if layer else None, mean, rstd, parts, rows, gain(act),
+            b1, parts, rows, gain(act),
             HIDDEN=size, KX=width // 64, KD=out // 64, TILES=max(1, 8 * 64 // (width + out)), ACT=act, FAST=fast(True, x.dtype),
-            NORM=problem.option("norm") is not None, LAYER=layer, DB1=want_db1, DB2=beside, num_warps=4, maxnreg=168,
+            DB1=want_db1, DB2=beside, num_warps=4, maxnreg=168,
         )  # fmt: skip
     else:
         parts.zero_()

@@ -1,4 +1,5 @@
-"""The hidden layer of `mlp` once more, for its backward pass on Hopper, where x or dy has more than 128 columns: act(z) and dz.
+"""The hidden layer of `mlp` once more, for its backward pass on Hopper, where x or dy has more than 128 columns and there
+is no norm: act(z) and dz.
 
 A program has 256 hidden columns, which takes half as many loads of x and dy as 128 (`mlp_bwd`): the weights of one half of them are in
 registers, of the other half in shared memory. To that end everything is transposed, weights are the left operand, and a tile is 64 rows,
@@ -66,18 +67,10 @@ def _producer(
 
 @gluon.jit
 def _activate(
-    z, da, to, first, second, m, h, rows, gain,
-    HIDDEN: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    z, da, b1, first, second, h, gain, HIDDEN: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     """act(z) and dz, both transposed, of 64 hidden columns and 16 rows, into two buffers; Σ dz of the columns."""
-    _hidden, _dhidden, mean, rstd, b1, column_sum = to
-    layout: gl.constexpr = z.type.layout
-    i = m + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, layout))
-    j = h + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    if LAYER:
-        z = z - gl.load(mean + i, i < rows, 0.0)[None, :] * gl.load(column_sum + j, j < HIDDEN, 0.0)[:, None]
-    if NORM:
-        z = z * gl.load(rstd + i, i < rows, 0.0)[None, :]
+    j = h + gl.arange(0, 64, layout=gl.SliceLayout(1, z.type.layout))
     if b1 is not None:
         z = z + gl.load(b1 + j, j < HIDDEN, 0.0).to(gl.float32)[:, None]
     if ACT == 1 and FAST:
@@ -94,32 +87,32 @@ def _activate(
 
 @gluon.jit
 def _half(
-    z, da, to, out_buffer, m, h, rows, gain,
-    PAIR: gl.constexpr, HIDDEN: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    hidden, dhidden, z, da, b1, out_buffer, m, h, gain,
+    PAIR: gl.constexpr, HIDDEN: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     """`_activate` of 32 rows, to memory."""
     z0, z1 = halves(z)
     da0, da1 = halves(da)
     first, second = out_buffer.index(2 * PAIR), out_buffer.index(2 * PAIR + 1)
     tma.store_wait(2)
-    sums = _activate(z0, da0, to, first.slice(0, 16), second.slice(0, 16), m, h, rows, gain, HIDDEN, ACT, FAST, NORM, LAYER)
-    sums += _activate(z1, da1, to, first.slice(16, 16), second.slice(16, 16), m + 16, h, rows, gain, HIDDEN, ACT, FAST, NORM, LAYER)
+    sums = _activate(z0, da0, b1, first.slice(0, 16), second.slice(0, 16), h, gain, HIDDEN, ACT, FAST)
+    sums += _activate(z1, da1, b1, first.slice(16, 16), second.slice(16, 16), h, gain, HIDDEN, ACT, FAST)
     fence_async_shared()
-    tma.async_copy_shared_to_global(to[0], [m, h], first)
-    tma.async_copy_shared_to_global(to[1], [m, h], second)
+    tma.async_copy_shared_to_global(hidden, [m, h], first)
+    tma.async_copy_shared_to_global(dhidden, [m, h], second)
     return sums
 
 
 @gluon.jit
 def _block(
-    z, da, to, out_buffer, m, h, rows, gain,
-    WHO: gl.constexpr, HIDDEN: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr,
+    hidden, dhidden, z, da, b1, out_buffer, m, h, gain,
+    WHO: gl.constexpr, HIDDEN: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     """`_activate` of 64 rows, to memory."""
     z0, z1 = halves(z)
     da0, da1 = halves(da)
-    sums = _half(z0, da0, to, out_buffer, m, h, rows, gain, 2 * WHO, HIDDEN, ACT, FAST, NORM, LAYER)
-    sums += _half(z1, da1, to, out_buffer, m + 32, h, rows, gain, 2 * WHO + 1, HIDDEN, ACT, FAST, NORM, LAYER)
+    sums = _half(hidden, dhidden, z0, da0, b1, out_buffer, m, h, gain, 2 * WHO, HIDDEN, ACT, FAST)
+    sums += _half(hidden, dhidden, z1, da1, b1, out_buffer, m + 32, h, gain, 2 * WHO + 1, HIDDEN, ACT, FAST)
     return gl.convert_layout(sums, gl.SliceLayout(1, z.type.layout))
 
 
@@ -131,10 +124,9 @@ def _by_warp(x):
 
 @gluon.jit
 def _consumer(
-    hidden, dhidden, b1, column_sum, mean, rstd, parts, row_tiles, w1_slots, w2_slots, slots, out_buffer, w_full, w_taken, full,
-    empty, go, rows, gain,
+    hidden, dhidden, b1, parts, row_tiles, w1_slots, w2_slots, slots, out_buffer, w_full, w_taken, full, empty, go, gain,
     WHO: gl.constexpr, HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, TILES: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr,
-    NORM: gl.constexpr, LAYER: gl.constexpr, DB1: gl.constexpr, DB2: gl.constexpr,
+    DB1: gl.constexpr, DB2: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -153,7 +145,6 @@ def _consumer(
     fence_async_shared()
     mbarrier.arrive(w_taken.index(0), count=1)
     mbarrier.wait(w_full.index(1), 0)
-    to = hidden, dhidden, mean, rstd, b1, column_sum
     sums = gl.full([64], 0.0, gl.float32, column)
     more_sums = gl.full([64], 0.0, gl.float32, column)
     dy_sums = _by_warp(gl.full([32, 64], 0.0, gl.float32, flat))
@@ -177,7 +168,7 @@ def _consumer(
             if chunk < KD:
                 dy_sums += _by_warp(slots.index(base + KX + chunk).slice(WHO * 32, 32).load(flat).to(gl.float32))
         z, da = warpgroup_mma_wait(0, deps=(z, da))
-        sums += _block(z, da, to, out_buffer, m, h, rows, gain, WHO, HIDDEN, ACT, FAST, NORM, LAYER)
+        sums += _block(hidden, dhidden, z, da, b1, out_buffer, m, h, gain, WHO, HIDDEN, ACT, FAST)
         zero = alive(turn * 0)
         base = zero if TILES == 1 else alive(base)
         mbarrier.wait(go.index(WHO), WHO)
@@ -195,7 +186,7 @@ def _consumer(
         for c in gl.static_range(KD):
             mbarrier.arrive(empty.index(base + KX + c), count=1)
         turn += 1
-        more_sums += _block(z, da, to, out_buffer, m, h + 128, rows, gain, WHO, HIDDEN, ACT, FAST, NORM, LAYER)
+        more_sums += _block(hidden, dhidden, z, da, b1, out_buffer, m, h + 128, gain, WHO, HIDDEN, ACT, FAST)
     WIDTH: gl.constexpr = HIDDEN + 8 * KD * 64
     parts += gl.program_id(0) // slices * WIDTH
     if DB1:
@@ -210,9 +201,9 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["rows"])
 def hopper_mlp_bwd_wide_kernel(
-    x, dy, w1, w2, x_rows, dy_rows, hidden, dhidden, b1, column_sum, mean, rstd, parts, rows, gain,
+    x, dy, w1, w2, x_rows, dy_rows, hidden, dhidden, b1, parts, rows, gain,
     HIDDEN: gl.constexpr, KX: gl.constexpr, KD: gl.constexpr, TILES: gl.constexpr, ACT: gl.constexpr,
-    FAST: gl.constexpr, NORM: gl.constexpr, LAYER: gl.constexpr, DB1: gl.constexpr, DB2: gl.constexpr, num_warps: gl.constexpr,
+    FAST: gl.constexpr, DB1: gl.constexpr, DB2: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """hidden, dhidden [rows, HIDDEN], HIDDEN in steps of 128; a program has 256 hidden columns of some of the tiles.
     KX, KD: widths of x and dy in chunks of 64 columns, up to 4. ``x_rows``, ``dy_rows``: plain pointers where they are contiguous.
@@ -231,10 +222,10 @@ def hopper_mlp_bwd_wide_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_consumer, (hidden, dhidden, b1, column_sum, mean, rstd, parts, row_tiles, w1_slots, w2_slots, slots, out_buffer,
-                         w_full, w_taken, full, empty, go, rows, gain, 0, HIDDEN, KX, KD, TILES, ACT, FAST, NORM, LAYER, DB1, DB2)),
-            (_consumer, (hidden, dhidden, b1, column_sum, mean, rstd, parts, row_tiles, w1_slots, w2_slots, slots, out_buffer,
-                         w_full, w_taken, full, empty, go, rows, gain, 1, HIDDEN, KX, KD, TILES, ACT, FAST, NORM, LAYER, DB1, DB2)),
+            (_consumer, (hidden, dhidden, b1, parts, row_tiles, w1_slots, w2_slots, slots, out_buffer,
+                         w_full, w_taken, full, empty, go, gain, 0, HIDDEN, KX, KD, TILES, ACT, FAST, DB1, DB2)),
+            (_consumer, (hidden, dhidden, b1, parts, row_tiles, w1_slots, w2_slots, slots, out_buffer,
+                         w_full, w_taken, full, empty, go, gain, 1, HIDDEN, KX, KD, TILES, ACT, FAST, DB1, DB2)),
             (_producer, (x, dy, w1, w2, x_rows, dy_rows, rows, row_tiles, w1_slots, w2_slots, slots, w_full, w_taken, full, empty,
                          HIDDEN, KX, KD, TILES)),
         ],

@@ -17,7 +17,7 @@ from gem_core.plugins import manager
 from gem_parallel.plan.candidates import Dense, Sparse
 from gem_parallel.plan.cluster import load_cluster
 from gem_parallel.plan.command import configuration, workload_of
-from gem_parallel.plan.measured import given, local_rates
+from gem_parallel.plan.measured import given, load_measurements, local_rates
 from gem_parallel.plan.settings import from_parallel, to_parallel
 from gem_parallel.plan.workload import Table
 
@@ -198,6 +198,23 @@ def test_rows_of_one_gpu_are_planned_in_the_type_they_have(config: Path, tmp_pat
         sizes.append(found["plan"]["memory_bytes"]["embeddings"])
     assert found["parallel"]["fbgemm"] == {"output": "bf16"}
     assert sizes[1] < sizes[0]
+
+
+def test_a_captured_row_without_recordings_is_held_against_what_was_reserved(tmp_path: Path) -> None:
+    """Its allocated peak leaves out what replayed graphs use."""
+    row = {
+        "row": "a",
+        "gpus": 1,
+        "step_ms": 10.0,
+        "batch_size": 32,
+        "peak_memory_bytes": 5e8,
+        "reserved_memory_bytes": 8e8,
+        "overrides": [],
+    }
+    graph, file = ["train.capture=true"], tmp_path / "ladder.json"
+    rows = [row, {**row, "overrides": graph, "repeated_windows": 2}, {**row, "overrides": graph, "repeated_windows": 0}]
+    file.write_text(json.dumps({"ladder": "x", "overrides": [], "rows": rows}))
+    assert [m.peak_memory_bytes for m in load_measurements(file)] == [5e8, 5e8, 8e8]
 
 
 def test_a_ladder_ran_with_its_settings_over_the_configuration(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

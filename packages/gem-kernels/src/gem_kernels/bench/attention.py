@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from gem_core.bench.ceilings import Ceilings, ceilings
@@ -55,6 +56,8 @@ def run(settings: Settings) -> None:
     rows = [by_name[name] for name in settings.rows or by_name if name in by_name]
     if not rows:
         return
+    # compiled backward passes are replayed many times, so they must not reuse the memory of what forward saved
+    torch._functorch.config.donated_buffer = False
     jobs = [
         (row.name, op, name, pass_, settings.tune)
         for row in rows for op in row.ops if settings.wants(op) for name in _asked(row, settings) for pass_ in ("forward", "backward")

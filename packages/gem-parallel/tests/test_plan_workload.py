@@ -188,7 +188,7 @@ def test_shipped_cluster_files_load(path: Path) -> None:
         ("bandwidth_gbs = 302", "bandwith_gbs = 302", "did you mean"),
         ("memory_gb = 150.1", "memory_gb = -1", "gpu.memory_gb = -1"),
         ("reserved_gb = 3.0", "reserved_gb = 300", "leaves nothing"),
-        ("attention = 0.523", "attention = 37", r"share of the peak lies in \(0, 1\]"),
+        ("attention = 0.53", "attention = 37", r"share of the peak lies in \(0, 1\]"),
         ("default = 0.14", "other = 0.05", "needs a 'default'"),
         ("[[tiers]]", "[[tires]]", "tiers"),
         ("size = 8", "size = 0", "size"),

@@ -39,6 +39,7 @@ from gem_kernels.triton.hopper.common import (
     pass_over,
     prefetch,
     prefetch_rows,
+    read_first,
     read_run,
     read_tile,
     ring_slot,
@@ -353,13 +354,11 @@ def _consumer(
     READS_AHEAD: gl.constexpr = SOFTMAX and AHEAD < 2
     step = 0
     total = tiles * H
-    row, lq, _k_row, lk, start = read_tile(table, item_at(0), total, H)
+    row, lq, _k_row, lk, start = read_first(table, total, H)
     if READS_AHEAD:
-        # Without a tile nobody has written what was read.
-        there = gl.where(total > 0, lq, 0)
         head = item_at(0) % H
         at_row = head.to(gl.int64) * rows + row
-        o_rows, lse_i = _read_rows(out, lse + at_row, row, start + WHO * 64, there, head, stride_on, stride_oh, D, row_layout, wide)
+        o_rows, lse_i = _read_rows(out, lse + at_row, row, start + WHO * 64, lq, head, stride_on, stride_oh, D, row_layout, wide)
     for n in range(items(total)):
         item = item_at(n)
         head = item % H

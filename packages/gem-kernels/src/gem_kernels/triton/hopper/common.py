@@ -49,6 +49,15 @@ def read_tile(table, item, total, H: gl.constexpr):
 
 
 @gluon.jit
+def read_first(table, total, H: gl.constexpr):
+    """Like `read_tile`, of the program's first item, for what is read from memory before it is known that there is any: where there is none
+    at all, of a list that nobody wrote, zeros."""
+    row, rows, other_row, other_rows, start = read_tile(table, item_at(0), total, H)
+    some = (total > 0).to(gl.int32)
+    return row * some, rows * some, other_row * some, other_rows * some, start * some
+
+
+@gluon.jit
 def own_run(tiles, H: gl.constexpr):
     """(first, one past the last) of the tiles that a walking program has of ``tiles`` of every head, which are numbered head by head: as
     many as any other has. Where whole programs belong to a head, neighbours among these have the same rows of different heads."""

@@ -20,6 +20,7 @@ from gem_kernels.triton.hopper.common import (
     items,
     make_barriers,
     pass_over,
+    read_first,
     read_tile,
     store_box,
 )
@@ -54,7 +55,7 @@ def _consumer(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     step = 0
     tile = 0
-    row, lq, k_row, lk, start = read_tile(table, item_at(0), total, H)
+    row, lq, k_row, lk, start = read_first(table, total, H)
     r, mu = _statistics(mean, rstd, row, lq, start + WHO * 64, row_layout)
     shift = _shift(key_sums, keys, item_at(0) % H, k_row, lk, (lk + BLOCK_N - 1) // BLOCK_N - 1, BLOCK_N, gl.SliceLayout(0, s_layout))
     for n in range(items(total)):

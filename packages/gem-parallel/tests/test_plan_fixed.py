@@ -266,7 +266,7 @@ def test_brackets_in_names_are_told_as_they_are(search: Any, tmp_path: Path) -> 
     file.write_text(CONFIG)
     code, text, _ = search("parallel.dense=ddp", file=file, more=("--explain",))
     assert code == 0
-    assert f"Set by {file} and kept: " in text
+    assert "".join(f"Set by {file} and kept: ".split()) in "".join(text.split())  # a long path is broken where the console ends
 
 
 def test_what_settings_cost_is_told(search: Any) -> None:

@@ -462,7 +462,7 @@ def hopper_bwd_dq_kernel(
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SOFTMAX: gl.constexpr, ACT: gl.constexpr, ACT_SET: gl.constexpr,
     FAST: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WALK: gl.constexpr, AHEAD: gl.constexpr, SHORT: gl.constexpr,
-    TRANSPOSED: gl.constexpr,    num_warps: gl.constexpr,
+    TRANSPOSED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     if q_offsets is not None:
         fill_rows(dq, gl.load(q_offsets + batch).to(gl.int64), rows.to(gl.int64), stride_dq, 0.0, H * D, num_warps)
